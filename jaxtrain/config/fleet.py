@@ -1,0 +1,120 @@
+"""What surrounds training: tasks, rollouts, trajectories, the weight chain, processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    setting,
+)
+
+Scalar = bool | int | float | str
+
+
+class TokenizerSection(Section):
+    path: str | None = setting(
+        None, "a Hugging Face tokenizer directory; None builds one from the environment's training prompts"
+    )
+
+
+class EnvironmentSection(Section):
+    """Tasks with a verifier. Training and held-out prompts share no question."""
+
+    name: str = setting("reasoning_gym", "registry name of the environment; reasoning-gym needs no download")
+    task: str = setting("spell_backward", "a task that a tiny model learns in minutes")
+    options: dict[str, Scalar | list[Scalar]] = Field(
+        default_factory=dict, description="keyword arguments of the task's own config"
+    )
+    train_prompts: PositiveInt = setting(20_000, "more than a short run consumes, so that none repeats")
+    held_out_prompts: PositiveInt = setting(200, "enough for evaluation.prompts by default")
+    system_prompt: str | None = setting(None, "first message of every conversation, when the task needs one")
+
+
+class RolloutSection(Section):
+    """How completions are made."""
+
+    engine: Literal["embedded", "vllm"] = setting(
+        "embedded", "the JAX engine needs nothing beyond this package"
+    )
+    workers: PositiveInt = setting(1, "worker processes on this machine", resumable=True)
+    group_size: Annotated[int, Field(ge=2)] = setting(
+        8, "completions of one prompt, the baseline of each other"
+    )
+    temperature: PositiveFloat = setting(
+        1.0, "sampling from the policy itself, as the importance ratio assumes"
+    )
+    max_tokens: PositiveInt = setting(64, "generated tokens of one completion, end-of-sequence included")
+    slots: PositiveInt = setting(32, "sequences an engine decodes at once", resumable=True)
+    outstanding_groups: PositiveInt = setting(
+        32, "credits: groups that may be claimed but not yet trained; bounds the lag", resumable=True
+    )
+    segment_groups: PositiveInt = setting(4, "groups in one segment before it is written", resumable=True)
+    flush_seconds: PositiveFloat = setting(2.0, "a segment is written at least this often", resumable=True)
+    lease_seconds: PositiveFloat = setting(
+        60.0, "an unrenewed claim is reissued after this; a few times the longest completion", resumable=True
+    )
+    kv_policy: Literal["keep_kv", "recompute_kv"] = setting(
+        "keep_kv", "requests keep their cache across an update: shorter pauses, slightly off-policy keys"
+    )
+    server_port: Annotated[int, Field(ge=1, le=65535)] = setting(
+        8000, "loopback port of the vLLM server", resumable=True
+    )
+    server_args: list[str] = Field(
+        default_factory=list,
+        description="further arguments of `vllm serve`, one a list item; no shell reads them",
+        json_schema_extra={"resumable": True},
+    )
+
+
+class TrajectorySection(Section):
+    """Which trajectories a step trains on."""
+
+    max_lag: NonNegativeInt = setting(8, "versions a token may be behind; staler tokens are masked")
+    min_fresh_fraction: Fraction = setting(
+        0.5, "a trajectory with less of its trainable tokens fresh is dropped (published value unknown)"
+    )
+    length_bins: PositiveInt = setting(
+        4, "bins drawn from evenly, oldest first, so long ones are not starved"
+    )
+    min_valid_fraction: Fraction = setting(
+        0.5, "share of usable members that saves a group; exactly this share does"
+    )
+    drop_no_signal: bool = setting(True, "a group whose rewards are all equal has no gradient")
+    wait_timeout_s: PositiveFloat = setting(
+        300.0, "how long a step waits for trajectories before it fails by name", resumable=True
+    )
+
+
+class WeightSection(Section):
+    """The chain of policy versions."""
+
+    full_every: PositiveInt = setting(
+        50, "versions between full ones: bounds the replay of a late subscriber"
+    )
+    full_fraction: Fraction = setting(0.5, "a delta larger than this share of a full version is sent full")
+    publish_every: PositiveInt = setting(1, "optimizer steps between versions")
+    retention_seconds: NonNegativeFloat = setting(
+        3600.0, "versions that no agent needs are kept this long", resumable=True
+    )
+
+
+class ProcessSection(Section):
+    """How `jaxtrain quickstart` runs the parts on one machine."""
+
+    pin_cores: bool = setting(
+        True, "disjoint cores, so that the threads of one process do not stall another", resumable=True
+    )
+    trainer_cores: NonNegativeInt = setting(
+        0, "cores of the trainer when pinned; 0 takes half", resumable=True
+    )
+    stop_timeout_s: PositiveFloat = setting(
+        30.0, "after SIGTERM a process has this long to save and leave before SIGKILL", resumable=True
+    )

@@ -1,0 +1,162 @@
+"""What a step of training is: batch, schedules, optimizer, and the phases that use them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from jaxtrain.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    required,
+    section,
+    setting,
+)
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Schedule(Section):
+    """A learning rate as a function of tokens seen in its phase.
+
+    Linear from 0 to `peak` over `warmup_tokens`; then constant, or down to `final` at `total_tokens` along a
+    cosine, a line, or (wsd) flat until the last `decay_tokens`.
+    """
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = setting(
+        "constant", "needs no end to be known; GLM-4.5 found cosine better than wsd for pre-training"
+    )
+    peak: PositiveFloat = required("largest learning rate")
+    final: NonNegativeFloat = setting(0.0, "learning rate at total_tokens; unused by constant")
+    warmup_tokens: NonNegativeInt = setting(0, "linear warm-up from 0")
+    total_tokens: PositiveInt | None = setting(None, "where `final` is reached; required unless constant")
+    decay_tokens: PositiveInt | None = setting(
+        None, "length of the final decay; required by wsd, unused elsewhere"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.kind != "constant" and self.total_tokens is None:
+            raise ValueError(f"kind {self.kind} needs total_tokens, where `final` is reached")
+        if self.kind == "wsd" and self.decay_tokens is None:
+            raise ValueError("kind wsd needs decay_tokens, the length of the final decay")
+        if self.kind != "wsd" and self.decay_tokens is not None:
+            raise ValueError(f"decay_tokens is not used by kind {self.kind}; it belongs to wsd")
+        if self.final > self.peak:
+            raise ValueError(f"final {self.final} is above peak {self.peak}")
+        falling = self.warmup_tokens + (self.decay_tokens or 0)
+        if self.total_tokens is not None and falling > self.total_tokens:
+            raise ValueError(
+                f"warmup_tokens and decay_tokens ({falling}) exceed total_tokens {self.total_tokens}"
+            )
+        return self
+
+
+class Ramp(Section):
+    """Batch size in tokens: linear in tokens seen from `start_tokens` to `end_tokens`, then constant.
+
+    Rounded to whole microbatches, at least one: only their number changes, never a shape.
+    """
+
+    start_tokens: PositiveInt = required("tokens in the first batch")
+    end_tokens: PositiveInt = required("tokens in a batch once ramped")
+    ramp_tokens: NonNegativeInt = setting(0, "tokens seen while ramping; 0 starts at end_tokens")
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if self.start_tokens > self.end_tokens:
+            raise ValueError(f"start_tokens {self.start_tokens} is more than end_tokens {self.end_tokens}")
+        return self
+
+
+class BatchSection(Section):
+    """One microbatch: the fixed shape that every compiled program sees."""
+
+    rows: PositiveInt = required("sequences in one microbatch, over all data shards")
+    sequence_length: PositiveInt = required("tokens in one row; documents are packed into rows")
+
+
+class MuonSection(Section):
+    """Muon, for matrices. Updates are scaled so that AdamW's learning rates carry over."""
+
+    momentum: Momentum = setting(0.95, "GLM-4.5")
+    nesterov: bool = setting(True, "Muon's reference implementation and Moonlight")
+    newton_schulz_steps: PositiveInt = setting(5, "GLM-4.5")
+    update_rms: PositiveFloat = setting(0.2, "GLM-4.5: the RMS of AdamW's updates in practice")
+    weight_decay: NonNegativeFloat = setting(0.1, "GLM-4.5")
+
+
+class AdamWSection(Section):
+    """AdamW, for the embedding, biases, norms and whatever else is no matrix."""
+
+    b1: Momentum = setting(0.9, "the usual value; unpublished for GLM-4.5")
+    b2: Momentum = setting(0.95, "the usual value for language models; unpublished for GLM-4.5")
+    eps: PositiveFloat = setting(1e-8, "the usual value")
+    weight_decay: NonNegativeFloat = setting(0.0, "norms, biases and embeddings are not decayed")
+
+
+class OptimizerSection(Section):
+    muon: MuonSection = section(MuonSection, "matrices")
+    adamw: AdamWSection = section(AdamWSection, "the excepted parameters")
+    clip_norm: PositiveFloat = setting(1.0, "global gradient norm before the optimizer; the usual value")
+    lm_head_uses_muon: bool = setting(True, "GLM-4.5 excepts only word embedding, biases and norms")
+
+
+class Phase(Section):
+    """What supervised and reinforcement phases share."""
+
+    steps: NonNegativeInt = Field(
+        description="optimizer steps in this phase", json_schema_extra={"resumable": True}
+    )
+    learning_rate: Schedule = required("of Muon and AdamW alike")
+    batch: Ramp = required("batch size warm-up")
+    router_bias_rate: NonNegativeFloat = setting(
+        0.001, "step of the selection bias towards balance, without a loss: GLM-4.5's value"
+    )
+    aux_loss_weight: NonNegativeFloat = setting(
+        1e-4, "sequence-level balance loss: GLM-4.5's value, only against extreme imbalance within a sequence"
+    )
+
+
+class SupervisedPhase(Phase):
+    """Next-token prediction on worked answers; prompt tokens carry no loss."""
+
+
+class RlPhase(Phase):
+    """GRPO-style steps: group-mean baseline, no KL, a double-sided window on the importance ratio.
+
+    A token whose ratio r = pi / behavior is outside (1 - eps_low, 1 + eps_high) leaves the gradient.
+    """
+
+    eps_low: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.5, "with eps_high 1: the window is (1/2, 2), symmetric in log-probability"
+    )
+    eps_high: PositiveFloat = setting(
+        1.0, "with eps_low 0.5: the window is (1/2, 2), symmetric in log-probability"
+    )
+
+
+class CheckpointSection(Section):
+    every_steps: PositiveInt = setting(
+        10, "a restart redoes at most this many steps from their plans", resumable=True
+    )
+    keep: PositiveInt = setting(2, "the last, and one more in case it cannot be read", resumable=True)
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, greedy, all tokens at one exact version, before and after training."""
+
+    prompts: PositiveInt = setting(200, "standard error of a mean reward in [0, 1] is at most 0.036")
+    timeout_s: PositiveFloat = setting(
+        300.0, "how long the trainer waits for the fleet's answer", resumable=True
+    )
+
+
+class FailureSection(Section):
+    max_nonfinite_steps: NonNegativeInt = setting(
+        3, "steps skipped for a non-finite loss or gradient before the run stops", resumable=True
+    )

@@ -1,0 +1,120 @@
+"""An experiment, typed. `recipe` decides which sections exist; each recipe has what it reads, no more.
+
+    AsyncGrpoConfig   warm start on worked answers, then asynchronous RL against a rollout fleet
+    SftConfig         supervised training on worked answers
+
+Sections live beside this file: `model`, `optimization`, `fleet`. Nothing here imports jax or transformers,
+so a config is checked in well under a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from jaxtrain.config.base import NonNegativeInt, Section, required, section, setting
+from jaxtrain.config.fleet import (
+    EnvironmentSection,
+    ProcessSection,
+    RolloutSection,
+    TokenizerSection,
+    TrajectorySection,
+    WeightSection,
+)
+from jaxtrain.config.model import MeshSection, ModelSection
+from jaxtrain.config.optimization import (
+    BatchSection,
+    CheckpointSection,
+    EvaluationSection,
+    FailureSection,
+    OptimizerSection,
+    RlPhase,
+    SupervisedPhase,
+)
+
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class ExperimentConfig(Section):
+    """What every recipe reads."""
+
+    name: RunName = setting("run", "the run's directory under runs_dir")
+    seed: NonNegativeInt = setting(0, "of initialisation, data order and sampling")
+    runs_dir: str = setting("runs", "where runs live, relative to the working directory", resumable=True)
+    model: ModelSection = required("architecture and numerics")
+    mesh: MeshSection = section(MeshSection, "devices")
+    tokenizer: TokenizerSection = section(TokenizerSection, "text to ids")
+    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
+    optimizer: OptimizerSection = section(OptimizerSection, "Muon and AdamW")
+    batch: BatchSection = required("shape of one microbatch")
+    checkpoint: CheckpointSection = section(CheckpointSection, "restart points")
+    failure: FailureSection = section(FailureSection, "when to give up")
+
+    @property
+    def run_dir(self) -> Path:
+        """runs/<name>, absolute."""
+        return Path(self.runs_dir).absolute() / self.name
+
+    @model_validator(mode="after")
+    def _row_fits(self) -> Self:
+        longest = self.model.max_position_embeddings
+        if self.batch.sequence_length > longest:
+            raise ValueError(
+                f"batch.sequence_length {self.batch.sequence_length} is more than "
+                f"model.max_position_embeddings {longest}"
+            )
+        return self
+
+
+class SftConfig(ExperimentConfig):
+    """Supervised training on the environment's worked answers."""
+
+    recipe: Literal["sft"] = required("which algorithm")
+    sft: SupervisedPhase = required("the supervised phase")
+
+
+class AsyncGrpoConfig(ExperimentConfig):
+    """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""
+
+    recipe: Literal["async_grpo"] = required("which algorithm")
+    store: str | None = setting(
+        None, "file://, gs:// or s3:// URL where trainer and fleet meet; None is the run's own directory"
+    )
+    warm_start: SupervisedPhase = required("supervised steps before RL; 0 steps starts from scratch")
+    rl: RlPhase = required("the reinforcement phase")
+    trajectories: TrajectorySection = section(TrajectorySection, "what a step trains on")
+    rollouts: RolloutSection = section(RolloutSection, "how completions are made")
+    weights: WeightSection = section(WeightSection, "how versions travel")
+    evaluation: EvaluationSection = section(EvaluationSection, "reward before and after")
+    processes: ProcessSection = section(ProcessSection, "composition on one machine")
+
+    @property
+    def store_url(self) -> str:
+        """The configured store, or the run's own directory."""
+        return self.store if self.store is not None else f"file://{self.run_dir / 'store'}"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.evaluation.prompts > self.environment.held_out_prompts:
+            raise ValueError(
+                f"evaluation.prompts {self.evaluation.prompts} is more than "
+                f"environment.held_out_prompts {self.environment.held_out_prompts}"
+            )
+        if self.rollouts.max_tokens >= self.batch.sequence_length:
+            raise ValueError(
+                f"rollouts.max_tokens {self.rollouts.max_tokens} leaves no room for a prompt in "
+                f"batch.sequence_length {self.batch.sequence_length}"
+            )
+        return self
+
+
+Config = AsyncGrpoConfig | SftConfig
+
+RECIPES: dict[str, type[ExperimentConfig]] = {"async_grpo": AsyncGrpoConfig, "sft": SftConfig}
+
+
+def as_plain(config: ExperimentConfig) -> dict[str, Any]:
+    """Every field with its value, as written to runs/<name>/config.yaml."""
+    return config.model_dump(mode="json")
