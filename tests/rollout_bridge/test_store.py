@@ -1,0 +1,151 @@
+"""Laws of the store: conditional writes are exclusive, and one that does not keep them is refused on opening."""
+
+import threading
+
+import pytest
+
+from rollout_bridge.store import Store, StoreError
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path):
+    url = f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/store"
+    return Store.open(url)
+
+
+def test_create_happens_once(store):
+    assert store.create("a/b.json", b"one")
+    assert not store.create("a/b.json", b"two")
+    assert store.read("a/b.json") == b"one"
+
+
+def test_swap_needs_the_current_generation(store):
+    _, absent = store.read_with_generation("pointer")
+    assert store.swap("pointer", b"1", absent)
+    _, first = store.read_with_generation("pointer")
+    assert store.swap("pointer", b"2", first)
+    assert not store.swap("pointer", b"3", first)
+    assert not store.swap("pointer", b"3", absent)
+    assert store.read("pointer") == b"2"
+
+
+def test_generation_of_an_old_content_stays_stale_when_the_content_returns(store):
+    store.put("pointer", b"x")
+    _, before = store.read_with_generation("pointer")
+    store.put("pointer", b"y")
+    store.put("pointer", b"x")
+    assert not store.swap("pointer", b"z", before)
+
+
+def test_one_of_many_concurrent_creators_wins(store):
+    wins = []
+    threads = [
+        threading.Thread(target=lambda i=i: wins.append(i) if store.create("claim", str(i).encode()) else None)
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(wins) == 1
+    assert store.read("claim") == str(wins[0]).encode()
+
+
+def test_list_is_sorted_and_by_prefix(store):
+    for key in ("b/2", "b/10", "a/1", "bc"):
+        store.put(key, b"")
+    assert store.list("b/") == ["b/10", "b/2"]
+    assert store.list("b") == ["b/10", "b/2", "bc"]
+    assert store.list() == ["a/1", "b/10", "b/2", "bc"]
+    store.delete("b/2")
+    store.delete("never/was")
+    assert store.list("b/") == ["b/10"]
+
+
+def test_opening_leaves_nothing_behind(store):
+    assert store.list() == []
+
+
+def test_json_round_trip_and_damage(store):
+    assert store.create_json("x.json", {"b": [1, 2.5], "a": None})
+    assert not store.create_json("x.json", {})
+    value, generation = store.read_json_with_generation("x.json")
+    assert value == {"a": None, "b": [1, 2.5]}
+    assert store.swap_json("x.json", {"a": 1}, generation)
+    assert store.read_json("missing.json") is None
+    store.put("x.json", b"{torn")
+    with pytest.raises(StoreError, match=r"x\.json holds .*expected JSON"):
+        store.read_json("x.json")
+
+
+def test_memory_stores_of_one_name_are_one_store(tmp_path):
+    Store.open(f"memory://{tmp_path.name}").put("k", b"v")
+    assert Store.open(f"memory://{tmp_path.name}/").read("k") == b"v"
+    assert Store.open(f"memory://{tmp_path.name}-other").read("k") is None
+
+
+@pytest.mark.parametrize("key", ["", "../a", "/a", "a//b", "a/../b", "a b", "a/.hidden", "a/", "x.__lock", "a\n"])
+def test_keys_that_could_leave_the_store_are_refused(store, key):
+    with pytest.raises(StoreError, match="is not a key"):
+        store.put(key, b"")
+
+
+def test_a_swap_without_condition_is_refused(store):
+    with pytest.raises(StoreError, match="unconditional"):
+        store.swap("k", b"", b"")
+
+
+ABSENT = Store.open("memory://absent").read_with_generation("k")[1]
+
+
+class IgnoresConditions(Store):
+    """A bucket that accepts If-Match and If-None-Match headers and ignores them."""
+
+    def _write(self, key, data, generation):
+        return super()._write(key, data, None)
+
+
+class IgnoresIfMatch(Store):
+    """Honours create-if-absent only, as some S3 look-alikes do."""
+
+    def _write(self, key, data, generation):
+        return super()._write(key, data, generation if generation == ABSENT else None)
+
+
+class RefusesIfMatch(Store):
+    """Never swaps."""
+
+    def _write(self, key, data, generation):
+        return b"" if generation not in (None, ABSENT) else super()._write(key, data, generation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (IgnoresConditions, "created the existing key .* again"),
+        (IgnoresIfMatch, "stale generation"),
+        (RefusesIfMatch, "with the current generation"),
+    ],
+)
+def test_a_store_that_ignores_conditions_is_refused(kind, message, tmp_path):
+    with pytest.raises(StoreError, match=message):
+        kind.open(f"memory://{tmp_path.name}")
+
+
+def test_wrong_places_are_named(tmp_path):
+    with pytest.raises(StoreError, match=r"no/such/run.*parent directory .*does not exist.*create it"):
+        Store.open(f"{tmp_path}/no/such/run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="is a file, expected a directory"):
+        Store.open(f"file://{tmp_path}/file")
+    with pytest.raises(StoreError, match="scheme 'ftp' is unknown"):
+        Store.open("ftp://host/run")
+    with pytest.raises(StoreError, match="absolute path"):
+        Store.open("file://relative/run")
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "probes").write_text("a file where a directory is needed")
+    with pytest.raises(StoreError, match=r"store file://.*probes/.*failed.*this process may use it"):
+        Store.open(f"{tmp_path}/store")
