@@ -1,7 +1,8 @@
 """One flat key space on a disk or in a bucket, with conditional writes: all that trainer and fleet share.
 
-Every pointer that moves in this system (`weights/latest`, `run.json`, claims) moves through `create` or `swap`.
-They are only as good as the store behind them, so opening one proves both before anything relies on them.
+Every pointer that moves in this system (`weights/latest`, `run.json`, claims) moves through `create` or
+`swap`. They are only as good as the store behind them, so opening one proves both before anything relies on
+them.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Store:
 
         probe: write and delete one small key to prove conditional create and compare-and-swap. A reader
             without write permission passes False.
-        Raises `StoreError`: unknown scheme, missing parent directory, no permission, or a store that accepts a
-        second create or a stale swap.
+        Raises `StoreError`: unknown scheme, missing parent directory, no permission, or a store that accepts
+        a second create or a stale swap.
         """
         normalised = _normalise(url)
         context = _MEMORY_CONTEXT if normalised.startswith("memory://") else None
@@ -59,7 +60,7 @@ class Store:
         return store
 
     def prove(self) -> None:
-        """Creates a probe key twice and swaps with a stale generation. Raises `StoreError` if either is accepted."""
+        """Creates a probe key twice, swaps with a stale generation; `StoreError` if either is accepted."""
         key = f"probes/{uuid.uuid4().hex}"
         try:
             _, absent = self.read_with_generation(key)
@@ -71,18 +72,18 @@ class Store:
             _, first = self.read_with_generation(key)
             if self.create(key, b"second") or self.swap(key, b"second", absent):
                 raise StoreError(
-                    f"store {self.url}: created the existing key {key} again, so two trainers could both own a "
-                    "run. Use a store that honours conditional writes (If-None-Match)"
+                    f"store {self.url}: created the existing key {key} again, so two trainers could both own "
+                    "a run. Use a store that honours conditional writes (If-None-Match)"
                 )
             if not self.swap(key, b"third", first):
                 raise StoreError(
-                    f"store {self.url}: refused a compare-and-swap of {key} with the current generation. Use a store "
-                    "that honours conditional writes (If-Match)"
+                    f"store {self.url}: refused a compare-and-swap of {key} with the current generation. Use a "
+                    "store that honours conditional writes (If-Match)"
                 )
             if self.swap(key, b"fourth", first):
                 raise StoreError(
-                    f"store {self.url}: accepted a compare-and-swap of {key} with a stale generation, so updates "
-                    "could be lost. Use a store that honours conditional writes (If-Match)"
+                    f"store {self.url}: accepted a compare-and-swap of {key} with a stale generation, so "
+                    "updates could be lost. Use a store that honours conditional writes (If-Match)"
                 )
             found = self.read(key)
             if found != b"third":
@@ -184,8 +185,8 @@ class Store:
             raise
         except TimeoutError as error:
             raise StoreError(
-                f"store {self.url}: {verb} of {key!r} did not finish in {self.timeout:g} s. Check the network, "
-                "or open the store with a longer timeout"
+                f"store {self.url}: {verb} of {key!r} did not finish in {self.timeout:g} s. Check the "
+                "network, or open the store with a longer timeout"
             ) from error
         except Exception as error:
             raise StoreError(
@@ -218,10 +219,13 @@ def _normalise(url: str) -> str:
             raise StoreError(f"store {url}: {path} is a file, expected a directory; choose another path")
         if not os.path.isdir(parent):
             raise StoreError(
-                f"store {url}: its parent directory {parent} does not exist. Mount it or create it, then start again"
+                f"store {url}: its parent directory {parent} does not exist. Mount it or create it, "
+                "then start again"
             )
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"store {url}: {path} cannot be created: {error}. Choose a writable place") from error
+            raise StoreError(
+                f"store {url}: {path} cannot be created: {error}. Choose a writable place"
+            ) from error
     return f"file://{path}/"

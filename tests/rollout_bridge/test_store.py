@@ -1,4 +1,4 @@
-"""Laws of the store: conditional writes are exclusive, and one that does not keep them is refused on opening."""
+"""Laws of the store: conditional writes are exclusive, and a store without them is refused on opening."""
 
 import threading
 
@@ -40,7 +40,7 @@ def test_generation_of_an_old_content_stays_stale_when_the_content_returns(store
 def test_one_of_many_concurrent_creators_wins(store):
     wins = []
     threads = [
-        threading.Thread(target=lambda i=i: wins.append(i) if store.create("claim", str(i).encode()) else None)
+        threading.Thread(target=lambda i=i: store.create("claim", str(i).encode()) and wins.append(i))
         for i in range(8)
     ]
     for thread in threads:
@@ -84,7 +84,10 @@ def test_memory_stores_of_one_name_are_one_store(tmp_path):
     assert Store.open(f"memory://{tmp_path.name}-other").read("k") is None
 
 
-@pytest.mark.parametrize("key", ["", "../a", "/a", "a//b", "a/../b", "a b", "a/.hidden", "a/", "x.__lock", "a\n"])
+BAD_KEYS = ["", "../a", "/a", "a//b", "a/../b", "a b", "a/.hidden", "a/", "x.__lock", "a\n"]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
 def test_keys_that_could_leave_the_store_are_refused(store, key):
     with pytest.raises(StoreError, match="is not a key"):
         store.put(key, b"")
