@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -17,6 +18,11 @@ class Section(BaseModel):
     """Immutable, strictly typed, and closed: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+def rejection(field: str, message: str) -> PydanticCustomError:
+    """An error of one field (dotted, relative to the section), found by comparing it with others."""
+    return PydanticCustomError("cross_field", "{message}", {"field": field, "message": message})
 
 
 def setting(default: Any, reason: str, *, resumable: bool = False) -> Any:

@@ -7,7 +7,16 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Fraction, PositiveFloat, PositiveInt, Section, required, section, setting
+from jaxtrain.config.base import (
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    rejection,
+    required,
+    section,
+    setting,
+)
 from jaxtrain.config.presets import MODEL_PRESETS
 
 
@@ -58,31 +67,32 @@ class ModelSection(Section):
             return values
         preset = MODEL_PRESETS.get(values["preset"]) if isinstance(values["preset"], str) else None
         if preset is None:
-            raise ValueError(f"model preset {values['preset']!r} is not one of {', '.join(MODEL_PRESETS)}")
+            raise rejection("preset", f"{values['preset']!r} is not one of {', '.join(MODEL_PRESETS)}")
         return preset | values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ValueError(
-                f"first_k_dense_replace {self.first_k_dense_replace} is more than "
-                f"num_hidden_layers {self.num_hidden_layers}"
+            raise rejection(
+                "first_k_dense_replace",
+                f"{self.first_k_dense_replace} is more than num_hidden_layers {self.num_hidden_layers}",
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}"
+            raise rejection(
+                "num_key_value_heads",
+                f"{self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}",
             )
         if self.num_experts_per_tok > self.n_routed_experts:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
-                f"n_routed_experts {self.n_routed_experts}"
+            raise rejection(
+                "num_experts_per_tok",
+                f"{self.num_experts_per_tok} is more than n_routed_experts {self.n_routed_experts}",
             )
         rotated = self.head_dim * self.partial_rotary_factor
         if rotated != int(rotated) or int(rotated) % 2:
-            raise ValueError(
-                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} rotates "
-                f"{rotated:g} components; it must be an even number"
+            raise rejection(
+                "partial_rotary_factor",
+                f"{self.partial_rotary_factor} of head_dim {self.head_dim} rotates {rotated:g} components; "
+                "an even number is needed",
             )
         return self
 
@@ -130,39 +140,38 @@ class ModelSection(Section):
         }
 
 
-AxisSize = int
-
-
 class MeshAxes(Section):
     """Sizes of the mesh axes at one level of the network; -1, once at most: the devices that remain."""
 
-    data: AxisSize = setting(1, "replicas of the parameters")
-    fsdp: AxisSize = setting(1, "shards of parameters and optimizer state, gathered layer by layer")
-    expert: AxisSize = setting(1, "groups of experts")
-    tensor: AxisSize = setting(1, "shards of heads and MLP width")
+    data: int = setting(1, "replicas of the parameters")
+    fsdp: int = setting(1, "shards of parameters and optimizer state, gathered layer by layer")
+    expert: int = setting(1, "groups of experts")
+    tensor: int = setting(1, "shards of heads and MLP width")
 
     @model_validator(mode="after")
     def _one_rest(self) -> Self:
         sizes = {name: getattr(self, name) for name in type(self).model_fields}
         for name, size in sizes.items():
             if size != -1 and size < 1:
-                raise ValueError(f"{name} {size} is neither a positive size nor -1 (the remaining devices)")
+                raise rejection(name, f"{size} is neither a positive size nor -1 (the remaining devices)")
         rest = [name for name, size in sizes.items() if size == -1]
         if len(rest) > 1:
-            raise ValueError(f"{' and '.join(rest)} are both -1; one axis at most takes the rest")
+            raise rejection(
+                rest[-1], f"-1 as well as {rest[0]}; one axis at most takes the remaining devices"
+            )
         return self
 
 
 class IciAxes(MeshAxes):
     """Within a slice or host: fast links."""
 
-    fsdp: AxisSize = setting(-1, "all devices of a slice: saves most memory for least communication")
+    fsdp: int = setting(-1, "all devices of a slice: saves most memory for least communication")
 
 
 class DcnAxes(MeshAxes):
     """Between slices or hosts: slow links."""
 
-    data: AxisSize = setting(-1, "replicate across slow links: one gradient sum a step crosses them")
+    data: int = setting(-1, "replicate across slow links: one gradient sum a step crosses them")
 
 
 class MeshSection(Section):

@@ -12,6 +12,7 @@ from jaxtrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    rejection,
     required,
     section,
     setting,
@@ -41,17 +42,19 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.kind != "constant" and self.total_tokens is None:
-            raise ValueError(f"kind {self.kind} needs total_tokens, where `final` is reached")
+            raise rejection("total_tokens", f"missing; kind {self.kind} reaches `final` there")
         if self.kind == "wsd" and self.decay_tokens is None:
-            raise ValueError("kind wsd needs decay_tokens, the length of the final decay")
+            raise rejection("decay_tokens", "missing; kind wsd needs the length of its final decay")
         if self.kind != "wsd" and self.decay_tokens is not None:
-            raise ValueError(f"decay_tokens is not used by kind {self.kind}; it belongs to wsd")
+            raise rejection(
+                "decay_tokens", f"{self.decay_tokens} is not read by kind {self.kind}, only by wsd"
+            )
         if self.final > self.peak:
-            raise ValueError(f"final {self.final} is above peak {self.peak}")
+            raise rejection("final", f"{self.final} is above peak {self.peak}")
         falling = self.warmup_tokens + (self.decay_tokens or 0)
         if self.total_tokens is not None and falling > self.total_tokens:
-            raise ValueError(
-                f"warmup_tokens and decay_tokens ({falling}) exceed total_tokens {self.total_tokens}"
+            raise rejection(
+                "total_tokens", f"{self.total_tokens} is less than warmup_tokens + decay_tokens, {falling}"
             )
         return self
 
@@ -69,7 +72,7 @@ class Ramp(Section):
     @model_validator(mode="after")
     def _rising(self) -> Self:
         if self.start_tokens > self.end_tokens:
-            raise ValueError(f"start_tokens {self.start_tokens} is more than end_tokens {self.end_tokens}")
+            raise rejection("start_tokens", f"{self.start_tokens} is more than end_tokens {self.end_tokens}")
         return self
 
 

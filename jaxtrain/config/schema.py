@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import NonNegativeInt, Section, required, section, setting
+from jaxtrain.config.base import NonNegativeInt, Section, rejection, required, section, setting
 from jaxtrain.config.fleet import (
     EnvironmentSection,
     ProcessSection,
@@ -61,9 +61,9 @@ class ExperimentConfig(Section):
     def _row_fits(self) -> Self:
         longest = self.model.max_position_embeddings
         if self.batch.sequence_length > longest:
-            raise ValueError(
-                f"batch.sequence_length {self.batch.sequence_length} is more than "
-                f"model.max_position_embeddings {longest}"
+            raise rejection(
+                "batch.sequence_length",
+                f"{self.batch.sequence_length} is more than model.max_position_embeddings {longest}",
             )
         return self
 
@@ -98,14 +98,16 @@ class AsyncGrpoConfig(ExperimentConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.evaluation.prompts > self.environment.held_out_prompts:
-            raise ValueError(
-                f"evaluation.prompts {self.evaluation.prompts} is more than "
-                f"environment.held_out_prompts {self.environment.held_out_prompts}"
+            raise rejection(
+                "evaluation.prompts",
+                f"{self.evaluation.prompts} is more than environment.held_out_prompts "
+                f"{self.environment.held_out_prompts}",
             )
         if self.rollouts.max_tokens >= self.batch.sequence_length:
-            raise ValueError(
-                f"rollouts.max_tokens {self.rollouts.max_tokens} leaves no room for a prompt in "
-                f"batch.sequence_length {self.batch.sequence_length}"
+            raise rejection(
+                "rollouts.max_tokens",
+                f"{self.rollouts.max_tokens} leaves no room for a prompt in batch.sequence_length "
+                f"{self.batch.sequence_length}",
             )
         return self
 

@@ -1,0 +1,180 @@
+"""From pydantic's findings to lines a person can act on: where, what was found, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import annotated_types
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from jaxtrain.config.base import Section
+
+Path = tuple[str | int, ...]
+
+WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. `problems` holds one line for each thing wrong, all found at once."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def explain(
+    error: ValidationError, model: type[Section], *, others: Mapping[str, type[Section]]
+) -> Iterator[tuple[Path, str]]:
+    """(field, message) of each finding, once a field. `others`: recipes a stray key may belong to."""
+    seen: set[Path] = set()
+    for finding in error.errors(include_url=False):
+        path, field = _resolve(model, finding["loc"])
+        context = finding.get("ctx", {})
+        if finding["type"] == "cross_field":
+            path = path + tuple(context["field"].split("."))
+        if path not in seen:
+            seen.add(path)
+            yield path, _message(finding, path, field, model, others)
+
+
+def _message(
+    finding: Mapping[str, Any],
+    path: Path,
+    field: FieldInfo | None,
+    model: type[Section],
+    others: Mapping[str, type[Section]],
+) -> str:
+    kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
+    if kind == "cross_field":
+        return context["message"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, model, others)
+    if kind == "missing":
+        meaning = f" ({field.description})" if field is not None and field.description else ""
+        return f"missing; a value is required{meaning}"
+    if kind == "literal_error" and field is not None:
+        return f"{_shown(value)} is not one of {', '.join(map(str, _choices(field.annotation)))}"
+    if kind == "string_pattern_mismatch":
+        return f"{_shown(value)} does not match {context['pattern']}"
+    if field is not None and kind in {
+        "greater_than",
+        "greater_than_equal",
+        "less_than",
+        "less_than_equal",
+    }:
+        return f"{_shown(value)} is not in {_interval(field)}"
+    if field is not None and typing.get_origin(field.annotation) is dict and len(path) > 1:
+        return f"{_shown(value)} is not a number, text, true, false, or a list of those"
+    wanted = WANTED.get(kind)
+    if wanted is None:
+        return f"{_shown(value)}: {finding['msg']}"
+    if kind in {"int_type", "float_type"} and field is not None and _interval(field) != "(-inf, inf)":
+        wanted += f" in {_interval(field)}"
+    return f"{_shown(value)} is not {wanted}"
+
+
+def _shown(value: Any) -> str:
+    """The value as YAML would write it, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _interval(field: FieldInfo) -> str:
+    """The interval that a number field's bounds leave, in mathematical notation."""
+    low, high = "(-inf", "inf)"
+    for bound in _bounds(field):
+        match bound:
+            case annotated_types.Ge(ge=value):
+                low = f"[{value}"
+            case annotated_types.Gt(gt=value):
+                low = f"({value}"
+            case annotated_types.Le(le=value):
+                high = f"{value}]"
+            case annotated_types.Lt(lt=value):
+                high = f"{value})"
+    return f"{low}, {high}"
+
+
+def _bounds(field: FieldInfo) -> Iterator[Any]:
+    """Bounds on the field itself, and those nested in an optional annotation."""
+    yield from field.metadata
+    for part in typing.get_args(field.annotation):
+        for extra in getattr(part, "__metadata__", ()):
+            yield from getattr(extra, "metadata", [extra])
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation)
+
+
+def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
+    """Follow a pydantic location through sections; tags that pydantic adds for unions are left out."""
+    path: list[str | int] = []
+    field: FieldInfo | None = None
+    current: type[Section] | None = model
+    for part in loc:
+        if current is None:
+            # Inside a plain dict or list: one key or index, then only union tags.
+            if len(path) < len(loc) and isinstance(field, FieldInfo) and _is_container(field.annotation):
+                path.append(part)
+            return tuple(path), field
+        path.append(part)
+        field = current.model_fields.get(str(part))
+        annotation = field.annotation if field is not None else None
+        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+        current = annotation if is_section else None
+        if field is None:
+            break
+    return tuple(path), field
+
+
+def _is_container(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (dict, list)
+
+
+def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Section]]) -> str:
+    parent: type[Section] = model
+    for part in path[:-1]:
+        annotation = parent.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            parent = annotation
+    key, allowed = str(path[-1]), list(parent.model_fields)
+    readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
+    if readers:
+        return f"unknown key; only recipe {' or '.join(readers)} reads it"
+    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    elsewhere = [dotted(known) for known, _ in walk_fields(model) if known[-1] == key]
+    if elsewhere:
+        return f"unknown key here; it is {' or '.join(elsewhere)}"
+    return f"unknown key; allowed here: {', '.join(allowed)}"
+
+
+def walk_fields(model: type[Section], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every field of a section and of the sections in it, depth first, with its path."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name), field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from walk_fields(field.annotation, (*prefix, name))

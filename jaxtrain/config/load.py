@@ -1,0 +1,137 @@
+"""YAML file and dotted overrides -> a checked experiment. Imports neither jax nor transformers."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from jaxtrain.config.errors import ConfigError, dotted, explain
+from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, Config, SftConfig
+
+COMMAND_LINE = "command line"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers (1e-4 is a number), and a repeated key is an error rather than the last one wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", node.value[i][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override and check an experiment.
+
+    overrides: `dotted.field=value`, the value in YAML (`rl.steps=30`, `store=null`); the last one wins.
+    Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
+    """
+    values = _read(Path(path))
+    touched: list[tuple[str, ...]] = []
+    for override in overrides:
+        field, value = parse_override(override)
+        _assign(values, field, value, override)
+        touched.append(field)
+
+    def origin(field: tuple[str | int, ...]) -> str:
+        return COMMAND_LINE if any(field[: len(given)] == given for given in touched) else str(path)
+
+    return _validate(values, origin)
+
+
+def _validate(values: dict[str, Any], origin: Any) -> Config:
+    recipe = values.get("recipe")
+    if recipe not in RECIPES:
+        problem = "missing" if recipe is None else f"{recipe!r} is not a recipe"
+        raise ConfigError([f"{origin(('recipe',))}: recipe: {problem}; one of {', '.join(RECIPES)}"])
+    model = RECIPES[recipe]
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            f"{origin(field)}: {dotted(field)}: {message}"
+            for field, message in explain(error, model, others=RECIPES)
+        ]
+        raise ConfigError(problems) from None
+    assert isinstance(config, AsyncGrpoConfig | SftConfig)
+    return config
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """`rl.steps=30` -> (("rl", "steps"), 30). Raises `ConfigError`."""
+    key, separator, value = text.partition("=")
+    parts = tuple(key.strip().split("."))
+    if not separator or not all(parts):
+        raise ConfigError(
+            [f"{COMMAND_LINE}: {text!r} is not an override; write field=value, e.g. rl.steps=30"]
+        )
+    try:
+        return parts, yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            [f"{COMMAND_LINE}: {dotted(parts)}: {value!r} is not YAML ({_cause(error)})"]
+        ) from None
+
+
+def _assign(values: dict[str, Any], field: tuple[str, ...], value: Any, override: str) -> None:
+    for depth, part in enumerate(field[:-1]):
+        inner = values.setdefault(part, {})
+        if inner is None:
+            inner = values[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                [f"{COMMAND_LINE}: {override}: {dotted(field[: depth + 1])} is {inner!r}, not a section"]
+            )
+        values = inner
+    values[field[-1]] = value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file{_nearby(path)}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}: not YAML: {_cause(error)}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: holds {type(values).__name__}, not a mapping of fields to values"])
+    return values
+
+
+def _nearby(path: Path) -> str:
+    here = path.parent if path.parent.is_dir() else Path("configs")
+    known = sorted(here.glob("*.yaml")) if here.is_dir() else []
+    near = difflib.get_close_matches(path.name, [file.name for file in known], n=1)
+    if near:
+        return f"; did you mean {here / near[0]}?"
+    return f"; there are {', '.join(map(str, known))}" if known else ""
+
+
+def _cause(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error)

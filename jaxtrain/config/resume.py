@@ -1,0 +1,66 @@
+"""The config a run was started with, and what may change when the run is started again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtrain.config.errors import ConfigError, dotted, walk_fields
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config, as_plain
+
+SAVED = "config.yaml"
+
+
+def claim_run(config: Config) -> Path:
+    """Make runs/<name>/ this config's, or check that it already is. Returns the directory.
+
+    Fields marked resumable may differ from the saved config, which then takes the new values. Raises
+    `ConfigError` naming every other field that differs.
+    """
+    run_dir = config.run_dir
+    saved_path = run_dir / SAVED
+    if saved_path.exists():
+        changes = differences(load_config(saved_path), config)
+        if changes:
+            raise ConfigError(
+                [
+                    f"{saved_path}: {field}: the run was started with {old!r}, now {new!r}"
+                    for field, old, new in changes
+                ]
+                + [
+                    f"Run {config.name!r} keeps the settings it was started with. Give the new ones another "
+                    f"name (--name), or delete {run_dir} to start over."
+                ]
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = saved_path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(yaml.safe_dump(as_plain(config), sort_keys=False), encoding="utf-8")
+    partial.replace(saved_path)
+    return run_dir
+
+
+def differences(saved: Config, given: Config) -> list[tuple[str, Any, Any]]:
+    """(field, saved value, given value) of each field that differs and must not."""
+    if type(saved) is not type(given):
+        return [("recipe", saved.recipe, given.recipe)]
+    old, new = as_plain(saved), as_plain(given)
+    found = []
+    for path, field in walk_fields(type(given)):
+        before, after = _at(old, path), _at(new, path)
+        extra = field.json_schema_extra
+        resumable = isinstance(extra, dict) and bool(extra.get("resumable"))
+        is_section = isinstance(after, dict) and hasattr(field.annotation, "model_fields")
+        if before != after and not resumable and not is_section and path != ("model", "preset"):
+            found.append((dotted(path), before, after))
+    return found
+
+
+def _at(values: dict[str, Any], path: tuple[str | int, ...]) -> Any:
+    value: Any = values
+    for part in path:
+        value = value[part]
+    return value

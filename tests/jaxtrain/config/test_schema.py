@@ -1,0 +1,129 @@
+"""Values that are allowed: overrides, presets, defaults, and the Hugging Face config they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxtrain.config.errors import ConfigError, walk_fields
+from jaxtrain.config.load import load_config, parse_override
+from jaxtrain.config.model import ModelSection
+from jaxtrain.config.presets import MODEL_PRESETS
+from jaxtrain.config.resume import claim_run, differences
+from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, as_plain
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def quickstart(*overrides: str) -> AsyncGrpoConfig:
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    assert isinstance(config, AsyncGrpoConfig)
+    return config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_shipped_is_valid(path: Path) -> None:
+    assert load_config(path).recipe in RECIPES
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("a=1e-4", 1e-4), ("a=5", 5), ("a=null", None), ("a=[1, x]", [1, "x"]), ("a=x=y", "x=y"), ("a=", None)],
+)
+def test_override_values_are_yaml_with_plain_exponents(text: str, value: object) -> None:
+    assert parse_override(text) == (("a",), value)
+
+
+def test_the_last_override_wins_and_reaches_any_depth() -> None:
+    config = quickstart("rl.steps=3", "rl.steps=4", "environment.options.min_word_len=2", "seed=7")
+    assert (config.rl.steps, config.environment.options["min_word_len"], config.seed) == (4, 2, 7)
+
+
+def test_a_field_beside_a_preset_overrides_it() -> None:
+    model = ModelSection.model_validate({"preset": "glm-4.5-air", "num_hidden_layers": 2})
+    assert (model.num_hidden_layers, model.hidden_size) == (2, 4096)
+
+
+def test_every_field_says_why() -> None:
+    silent = [
+        f"{recipe}.{'.'.join(map(str, path))}"
+        for recipe, model in RECIPES.items()
+        for path, field in walk_fields(model)
+        if not field.description
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("preset", MODEL_PRESETS)
+def test_transformers_reads_back_every_architecture_field(preset: str) -> None:
+    """Oracle: transformers' own Glm4MoeConfig."""
+    from transformers import Glm4MoeConfig
+
+    given = ModelSection.model_validate({"preset": preset}).hf_config(
+        vocab_size=320, eos_token_id=1, pad_token_id=0
+    )
+    understood = Glm4MoeConfig(**given).to_dict()
+    assert understood["rope_parameters"]["rope_theta"] == given["rope_theta"]
+    assert {key: understood[key] for key in MODEL_PRESETS[preset] if key in understood} == {
+        key: value for key, value in MODEL_PRESETS[preset].items() if key in understood
+    }
+    assert set(MODEL_PRESETS[preset]) - set(understood) <= {"rope_theta"}
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("glm-4.5", 351.24), ("glm-4.5-air", 105.61)])
+def test_published_parameter_counts(preset: str, billions: float) -> None:
+    """Source: arXiv 2508.06471; the body without embedding, head and MTP layer."""
+    m = ModelSection.model_validate({"preset": preset})
+    D, h = m.hidden_size, m.head_dim
+    qkv = (m.num_attention_heads + 2 * m.num_key_value_heads) * h
+    attention = D * qkv + qkv + m.num_attention_heads * h * D + (2 * h if m.use_qk_norm else 0)
+    dense = 3 * D * m.intermediate_size
+    experts = 3 * D * m.moe_intermediate_size * (m.n_routed_experts + m.n_shared_experts)
+    router = (D + 1) * m.n_routed_experts
+    moe_layers = m.num_hidden_layers - m.first_k_dense_replace
+    total = (
+        m.num_hidden_layers * (attention + 2 * D)
+        + m.first_k_dense_replace * dense
+        + moe_layers * (experts + router)
+        + D
+    )
+    assert total / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_the_store_defaults_to_the_runs_own_directory(tmp_path: Path) -> None:
+    config = quickstart(f"runs_dir={tmp_path}", "name=x")
+    assert config.store_url == f"file://{tmp_path}/x/store"
+    assert quickstart("store=s3://bucket/a").store_url == "s3://bucket/a"
+
+
+def test_a_run_keeps_its_settings_except_those_safe_to_change(tmp_path: Path) -> None:
+    first = quickstart(f"runs_dir={tmp_path}")
+    run_dir = claim_run(first)
+    assert load_config(run_dir / "config.yaml") == first
+
+    longer = quickstart(f"runs_dir={tmp_path}", f"rl.steps={first.rl.steps + 5}", "rollouts.workers=2")
+    claim_run(longer)
+    assert load_config(run_dir / "config.yaml") == longer
+
+    other = quickstart(f"runs_dir={tmp_path}", "seed=9", "model.hidden_size=256")
+    with pytest.raises(ConfigError) as caught:
+        claim_run(other)
+    saved = run_dir / "config.yaml"
+    assert caught.value.problems[:-1] == [
+        f"{saved}: seed: the run was started with 0, now 9",
+        f"{saved}: model.hidden_size: the run was started with 128, now 256",
+    ]
+    assert "--name" in caught.value.problems[-1]
+    assert load_config(saved) == longer
+
+
+def test_differences_between_recipes_are_the_recipe(tmp_path: Path) -> None:
+    grpo = quickstart()
+    plain = as_plain(grpo)
+    sft = {key: plain[key] for key in RECIPES["sft"].model_fields if key in plain}
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(sft | {"recipe": "sft", "sft": plain["warm_start"]}))
+    assert differences(grpo, load_config(path)) == [("recipe", "async_grpo", "sft")]
