@@ -77,8 +77,8 @@ class Store:
                 )
             if not self.swap(key, b"third", first):
                 raise StoreError(
-                    f"store {self.url}: refused a compare-and-swap of {key} with the current generation. Use a "
-                    "store that honours conditional writes (If-Match)"
+                    f"store {self.url}: refused a compare-and-swap of {key} with the current generation. Use "
+                    "a store that honours conditional writes (If-Match)"
                 )
             if self.swap(key, b"fourth", first):
                 raise StoreError(

@@ -1,0 +1,111 @@
+"""The correspondence of one Hugging Face tensor with a slice of one stacked parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class NamesError(ValueError):
+    """A configuration or tensor does not fit the architecture; says which, what was found and expected."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Hugging Face tensor `name` is `params[path][index]`, its last two axes swapped if `transpose`.
+
+    name: as in the Hugging Face checkpoint, such as ``model.layers.3.mlp.experts.7.up_proj.weight``.
+    path: of the stacked parameter, such as ``moe/mlp/experts/up_proj``.
+    index: of the leading axes of the stacked parameter: () or (layer,) or (layer, expert).
+    shape: of the Hugging Face tensor.
+    """
+
+    name: str
+    path: str
+    index: tuple[int, ...]
+    transpose: bool
+    shape: tuple[int, ...]
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of `params[path][index]`."""
+        return self.shape[:-2] + self.shape[:-3:-1] if self.transpose else self.shape
+
+
+def paths(sources: Iterable[TensorSource]) -> dict[str, tuple[TensorSource, ...]]:
+    """Sources by parameter path, in row-major order of their index; each path's are checked to fill a box.
+
+    Raises `NamesError` if a path's indices have holes or its tensors differ in shape or orientation.
+    """
+    grouped: dict[str, list[TensorSource]] = {}
+    for source in sources:
+        grouped.setdefault(source.path, []).append(source)
+    result = {}
+    for path, group in grouped.items():
+        group.sort(key=lambda source: source.index)
+        lead = leading_shape(group)
+        if [source.index for source in group] != list(np.ndindex(*lead)):
+            raise NamesError(f"parameter {path}: {len(group)} tensors do not fill the box {lead} once each")
+        if len({(source.shape, source.transpose) for source in group}) != 1:
+            raise NamesError(f"parameter {path}: its tensors differ in shape, so they cannot be stacked")
+        result[path] = tuple(group)
+    return result
+
+
+def leading_shape(group: Iterable[TensorSource]) -> tuple[int, ...]:
+    """Extent of the stacked axes of one path: () or (layers,) or (layers, experts)."""
+    return tuple(max(axis) + 1 for axis in zip(*(source.index for source in group), strict=True))
+
+
+def stacked_shape(group: tuple[TensorSource, ...]) -> tuple[int, ...]:
+    """Shape of the stacked parameter of one path."""
+    return leading_shape(group) + group[0].source_shape
+
+
+def stack(sources: Iterable[TensorSource], get: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacked parameters by path, from Hugging Face tensors by name; values and dtype as `get` gives them."""
+    tree = {}
+    for path, group in paths(sources).items():
+        lead = leading_shape(group)
+        stacked: np.ndarray | None = None
+        for source in group:
+            tensor = np.asarray(get(source.name))
+            if tensor.shape != source.shape:
+                raise NamesError(
+                    f"tensor {source.name}: shape {tensor.shape}, expected {source.shape}; "
+                    "the checkpoint and the configuration are of different models"
+                )
+            if stacked is None:
+                stacked = np.empty(lead + source.source_shape, tensor.dtype)
+            stacked[source.index] = tensor.swapaxes(-1, -2) if source.transpose else tensor
+        assert stacked is not None
+        tree[path] = stacked
+    return tree
+
+
+def unstack(
+    sources: Iterable[TensorSource], params: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, tensor view) for every source, in the order of `sources`."""
+    for source in sources:
+        if source.path not in params:
+            raise NamesError(f"parameter {source.path} is missing: {source.name} is made from it")
+        tensor = params[source.path][source.index]
+        if tensor.shape != source.source_shape:
+            raise NamesError(
+                f"parameter {source.path}{list(source.index)}: shape {tensor.shape}, expected "
+                f"{source.source_shape} for {source.name}"
+            )
+        yield source.name, tensor.swapaxes(-1, -2) if source.transpose else tensor
+
+
+def field(hf_config: Mapping[str, Any], name: str) -> Any:
+    """A required field of a Hugging Face config.json. Raises `NamesError` naming it."""
+    value = hf_config.get(name)
+    if value is None:
+        model_type = hf_config.get("model_type")
+        raise NamesError(f"config.json of model_type {model_type!r}: field {name!r} is missing")
+    return value

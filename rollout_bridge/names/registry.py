@@ -1,0 +1,41 @@
+"""Architectures by Hugging Face `model_type`. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_bridge.names import base, glm4_moe
+from rollout_bridge.names.base import NamesError, TensorSource
+
+ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], tuple[TensorSource, ...]]] = {
+    "glm4_moe": glm4_moe.tensors,
+}
+
+
+def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:
+    """Every tensor of the Hugging Face checkpoint of `hf_config` (a config.json), in the order of the file.
+
+    Raises `NamesError` for an unknown model_type or a missing field.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise NamesError(
+            f"config.json: model_type {model_type!r} is not one of {sorted(ARCHITECTURES)}; "
+            "add a file to rollout_bridge/names and a line to its registry"
+        )
+    return ARCHITECTURES[model_type](hf_config)
+
+
+def to_tree(hf_config: Mapping[str, Any], get: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacked parameters by path from `get(Hugging Face name)`; values and dtype as `get` gives them."""
+    return base.stack(tensors(hf_config), get)
+
+
+def from_tree(
+    hf_config: Mapping[str, Any], params: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, tensor view) from stacked parameters by path: the inverse of `to_tree`."""
+    return base.unstack(tensors(hf_config), params)
