@@ -1,0 +1,1 @@
+"""Which tensors are quantised, how, and what proves two copies equal; the JAX half is in `device`."""
