@@ -1,0 +1,266 @@
+"""Muon: momentum whose matrices are orthogonalised, each on one device.
+
+N matrices on a device, A and B rows and columns of a whole matrix, a and b of a device's block
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxtrain.optim.newton_schulz import Algorithm, coefficients, orthogonalize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Settings of Muon.
+
+    Attributes:
+      momentum: decay of the average of gradients. 0.95 in GLM-4.5 (arXiv 2508.06471).
+      nesterov: orthogonalise the average looked one gradient ahead.
+      newton_schulz_steps: iterations; 5 in GLM-4.5.
+      coefficients: a name in `newton_schulz.COEFFICIENTS`. GLM-4.5's are unpublished; "standard" is Moonlight's.
+      algorithm: order of computation; "gram" takes less arithmetic (see `newton_schulz.Algorithm`).
+      update_rms: root mean square of an update at learning rate 1, for a matrix of full rank; 0.2 in GLM-4.5.
+      weight_decay: decoupled, multiplied by the learning rate; 0.1 in GLM-4.5.
+      momentum_dtype: storage of the average.
+      iteration_dtype: arithmetic of the iteration, and what crosses between devices. "bfloat16" is the
+        usual choice on accelerators; "float32" the one that agrees across meshes.
+      split_heads: width of an attention head, to orthogonalise each head of the q, k and v projections
+        on its own, or None to take each projection whole (GLM-4.5).
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    coefficients: str = "standard"
+    algorithm: Algorithm = Algorithm.direct
+    update_rms: float = 0.2
+    weight_decay: float = 0.1
+    momentum_dtype: str = "float32"
+    iteration_dtype: str = "float32"
+    split_heads: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixLayout:
+    """Where the matrices of one parameter of shape [..., A, B] are.
+
+    Attributes:
+      shape: of the parameter; all axes before the last two count matrices.
+      head_width: if given, columns are cut into this many at a time, each cut a matrix of its own.
+      sharding: how the parameter, its gradient and its momentum are laid out; None on one device.
+    """
+
+    shape: tuple[int, ...]
+    head_width: int | None = None
+    sharding: NamedSharding | None = None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each matrix."""
+        rows, columns = self.shape[-2:]
+        return rows, self.head_width or columns
+
+    @property
+    def count(self) -> int:
+        """Number of matrices in the parameter."""
+        rows, columns = self.matrix
+        return math.prod(self.shape) // (rows * columns)
+
+
+class MuonState(NamedTuple):
+    """Average of gradients by parameter path, sharded as the parameters."""
+
+    momentum: dict[str, Array]
+
+
+def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> optax.GradientTransformation:
+    """Returns the transformation gradients -> orthogonal directions of root mean square `update_rms`.
+
+    Trees are flat dicts with the keys of `layouts`. Directions point along the gradient (the caller subtracts
+    them), without weight decay. Sharded parameters must be updated under `jax.jit`, laid out as `layouts` says.
+
+    The momentum rule is that of torch.optim.Muon and Moonlight (arXiv 2502.16982); the scale,
+    update_rms * sqrt(max(A, B)), is Moonlight's equation 4.
+    """
+    groups = _groups(layouts)
+    polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
+    momentum_dtype = jnp.dtype(config.momentum_dtype)
+    iteration_dtype = jnp.dtype(config.iteration_dtype)
+
+    def init(params: Mapping[str, Any]) -> MuonState:
+        return MuonState({path: jnp.zeros_like(params[path], dtype=momentum_dtype) for path in layouts})
+
+    def update(
+        updates: Mapping[str, Array], state: MuonState, params: Any = None
+    ) -> tuple[dict[str, Array], MuonState]:
+        del params
+        beta = config.momentum
+        momentum: dict[str, Array] = {}
+        directions: dict[str, Array] = {}
+        for path in layouts:
+            gradient = updates[path].astype(jnp.float32)
+            average = beta * state.momentum[path].astype(jnp.float32) + (1 - beta) * gradient
+            momentum[path] = average.astype(momentum_dtype)
+            directions[path] = beta * average + (1 - beta) * gradient if config.nesterov else average
+
+        for group in groups:
+            matrices = group.orthogonalize(
+                [directions[path].astype(iteration_dtype) for path in group.paths],
+                lambda x: orthogonalize(x, polynomials, algorithm=config.algorithm, dtype=iteration_dtype),
+            )
+            scale = config.update_rms * math.sqrt(max(group.matrix))
+            for path, matrix in zip(group.paths, matrices, strict=True):
+                directions[path] = (scale * matrix.astype(jnp.float32)).astype(updates[path].dtype)
+        return directions, MuonState(momentum)
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """Mesh axes of a parameter: over rows, over columns, and over nothing (replicas). All larger than 1."""
+
+    mesh: Mesh
+    row_axes: tuple[str, ...]
+    column_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
+
+    def size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Parameters whose matrices have one shape and one placement, orthogonalised together."""
+
+    matrix: tuple[int, int]
+    placement: _Placement | None
+    layouts: dict[str, MatrixLayout]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self.layouts)
+
+    def orthogonalize(self, arrays: Sequence[Array], function: Any) -> Sequence[Array]:
+        widths = [layout.head_width for layout in self.layouts.values()]
+
+        def local(*blocks: Array) -> tuple[Array, ...]:
+            stacks = [_to_matrices(block, width) for block, width in zip(blocks, widths, strict=True)]
+            x_Nab = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+            if self.placement is None:
+                y_Nab = function(x_Nab)
+            else:
+                y_Nab = _on_owners(function, x_Nab, self.placement)
+            ends = [sum(stack.shape[0] for stack in stacks[: i + 1]) for i in range(len(stacks))]
+            pieces = jnp.split(y_Nab, ends[:-1])
+            return tuple(
+                _from_matrices(piece, block.shape, width)
+                for piece, block, width in zip(pieces, blocks, widths, strict=True)
+            )
+
+        if self.placement is None:
+            return local(*arrays)
+        specs = tuple(layout.sharding.spec for layout in self.layouts.values() if layout.sharding is not None)
+        return jax.shard_map(
+            local, mesh=self.placement.mesh, in_specs=specs, out_specs=specs, check_vma=False
+        )(*arrays)
+
+
+def _groups(layouts: Mapping[str, MatrixLayout]) -> list[_Group]:
+    found: dict[Any, _Group] = {}
+    for path, layout in layouts.items():
+        placement = _placement(path, layout)
+        key = (layout.matrix, placement)
+        found.setdefault(key, _Group(layout.matrix, placement, {})).layouts[path] = layout
+    return list(found.values())
+
+
+def _placement(path: str, layout: MatrixLayout) -> _Placement | None:
+    if layout.head_width is not None and layout.shape[-1] % layout.head_width:
+        raise ValueError(
+            f"{path}: {layout.shape[-1]} columns are not whole heads of {layout.head_width}; "
+            "set muon.split_heads to the model's head width or to null"
+        )
+    sharding = layout.sharding
+    if sharding is None or sharding.mesh.size == 1:
+        return None
+    mesh = sharding.mesh
+    entries = tuple(sharding.spec) + (None,) * (len(layout.shape) - len(sharding.spec))
+    by_dimension = [
+        tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if mesh.shape[axis] > 1)
+        for entry in entries
+    ]
+    row_axes, column_axes = by_dimension[-2:]
+    used = {axis for axes in by_dimension for axis in axes}
+    replica_axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in used)
+    if layout.head_width is not None and column_axes:
+        block = layout.shape[-1] // math.prod(mesh.shape[axis] for axis in column_axes)
+        if block % layout.head_width:
+            raise ValueError(
+                f"{path}: a device's {block} columns (mesh axes {column_axes}) are not whole heads of "
+                f"{layout.head_width}; shard the heads over fewer devices or set muon.split_heads to null"
+            )
+        column_axes = ()  # a device's block holds whole heads, so these axes only divide the matrices
+    return _Placement(mesh, row_axes, column_axes, replica_axes)
+
+
+def _to_matrices(block: Float[Array, "... a b"], head_width: int | None) -> Float[Array, "N a b"]:
+    *_, rows, columns = block.shape
+    if head_width is None:
+        return block.reshape(-1, rows, columns)
+    return block.reshape(-1, rows, columns // head_width, head_width).swapaxes(1, 2).reshape(-1, rows, head_width)
+
+
+def _from_matrices(
+    x_Nab: Float[Array, "N a b"], shape: tuple[int, ...], head_width: int | None
+) -> Float[Array, "... a b"]:
+    if head_width is None:
+        return x_Nab.reshape(shape)
+    *_, rows, columns = shape
+    return x_Nab.reshape(-1, columns // head_width, rows, head_width).swapaxes(1, 2).reshape(shape)
+
+
+def _on_owners(function: Any, x_Nab: Float[Array, "N a b"], placement: _Placement) -> Float[Array, "N a b"]:
+    """Inside shard_map: gives each device whole matrices of its own, applies `function`, sends the blocks back.
+
+    One all-to-all over the axes that cut the matrices on the way in, one on the way out, and an
+    all-gather over the axes that replicate them, whose devices share the work. Matrices are padded with zeros to
+    a multiple of the devices.
+    """
+    block_axes = placement.row_axes + placement.column_axes
+    row_blocks, column_blocks = placement.size(placement.row_axes), placement.size(placement.column_axes)
+    blocks, replicas = row_blocks * column_blocks, placement.size(placement.replica_axes)
+    count, rows, columns = x_Nab.shape
+    owned = math.ceil(count / (blocks * replicas))
+    x_Nab = jnp.pad(x_Nab, ((0, owned * blocks * replicas - count), (0, 0), (0, 0)))
+    if replicas > 1:
+        start = jax.lax.axis_index(placement.replica_axes) * owned * blocks
+        x_Nab = jax.lax.dynamic_slice_in_dim(x_Nab, start, owned * blocks)
+    if blocks > 1:
+        x_Nab = jax.lax.all_to_all(x_Nab, block_axes, split_axis=0, concat_axis=0, tiled=True)
+        x_Nab = x_Nab.reshape(row_blocks, column_blocks, owned, rows, columns).transpose(2, 0, 3, 1, 4)
+    y_NAB = function(x_Nab.reshape(owned, row_blocks * rows, column_blocks * columns))
+    if blocks > 1:
+        y_NAB = y_NAB.reshape(owned, row_blocks, rows, column_blocks, columns).transpose(1, 3, 0, 2, 4)
+        y_NAB = y_NAB.reshape(blocks * owned, rows, columns)
+        y_NAB = jax.lax.all_to_all(y_NAB, block_axes, split_axis=0, concat_axis=0, tiled=True)
+    if replicas > 1:
+        y_NAB = jax.lax.all_gather(y_NAB, placement.replica_axes, axis=0, tiled=True)
+    return y_NAB[:count]
+
+
+def layout_of(leaf: Any, *, head_width: int | None = None) -> MatrixLayout:
+    """Returns the layout of an array or ShapeDtypeStruct [..., A, B]; a sharding without a mesh is one device."""
+    sharding = getattr(leaf, "sharding", None)
+    named = sharding if isinstance(sharding, NamedSharding) and isinstance(sharding.spec, PartitionSpec) else None
+    return MatrixLayout(tuple(leaf.shape), head_width, named)
