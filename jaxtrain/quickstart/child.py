@@ -1,0 +1,100 @@
+"""One child process: its own session and log, and a life that ends with its parent's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """What to start. `cores`: CPU indices it may use, empty for all. `environment` is added to ours."""
+
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Child:
+    """A started process, its log, and what it was asked to be."""
+
+    spec: ChildSpec
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it. Does not reap: the id stays its own."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    def reap(self) -> None:
+        """SIGKILL whatever is left of the process and those it started, then collect its exit status.
+
+        Until collected its id cannot be given to another process, so nobody else's group is hit.
+        """
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def describe_exit(self) -> str:
+        """`exit status 1` or `killed by SIGKILL`."""
+        status = self.exit_code
+        if status is None:
+            return "running"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+
+def start(spec: ChildSpec, *, logs: Path) -> Child:
+    """Start `spec` with stdout and stderr appended to logs/<name>.log.
+
+    The child leads a session of its own, so that Ctrl-C in a terminal reaches only us, and gets SIGTERM from
+    the kernel when we die, however we die.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{spec.name}.log"
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True) if os.uname().sysname == "Linux" else None
+
+    def before_exec() -> None:
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # died between fork and prctl
+            os.kill(os.getpid(), signal.SIGKILL)
+        if spec.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, spec.cores)
+
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            list(spec.argv),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,
+            preexec_fn=before_exec,
+        )
+    return Child(spec, process, log)

@@ -1,0 +1,120 @@
+"""At most one supervisor a run: whoever comes last stops what the one before started, then owns the run.
+
+The lock is the kernel's (flock), so it cannot outlive its holder. Children that outlived theirs are known by
+process id *and* command line: a recycled id is left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from jaxtrain.quickstart.supervisor import read_processes
+
+logger = logging.getLogger(__name__)
+
+LOCK = "quickstart.lock"
+POLL_S = 0.1
+
+
+class TakeoverError(RuntimeError):
+    """Another supervisor of the same run cannot be stopped."""
+
+
+@contextmanager
+def owned(run_dir: Path, *, stop_timeout_s: float) -> Iterator[list[str]]:
+    """Hold the run. Yields the names of what had to be stopped first.
+
+    Raises `TakeoverError` if the holder survives SIGTERM for twice `stop_timeout_s` and then SIGKILL.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK).open("a+", encoding="utf-8") as lock:
+        stopped = _stop_holder(lock.fileno(), run_dir / LOCK, stop_timeout_s)
+        stopped += stop_survivors(run_dir, stop_timeout_s=stop_timeout_s)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield stopped
+
+
+def stop_survivors(run_dir: Path, *, stop_timeout_s: float) -> list[str]:
+    """Stop children named in processes.json that are still this run's. Returns their names."""
+    alive = {
+        name: process
+        for name, pid in read_processes(run_dir).items()
+        if (process := _of_run(pid, run_dir)) is not None
+    }
+    everyone = [relative for process in alive.values() for relative in (process, *_descendants(process))]
+    for name, process in alive.items():
+        logger.warning("stopping %s (pid %d), left by an earlier invocation", name, process.pid)
+        _tell(process, kill=False)
+    _, remaining = psutil.wait_procs(everyone, timeout=stop_timeout_s)
+    for process in remaining:
+        _tell(process, kill=True)
+    psutil.wait_procs(remaining, timeout=stop_timeout_s)
+    return list(alive)
+
+
+def _of_run(pid: int, run_dir: Path) -> psutil.Process | None:
+    """The process, if its command line names this run's directory."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        inside = any(str(run_dir) in argument for argument in process.cmdline())
+    except psutil.Error:
+        return None
+    return process if inside else None
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _tell(process: psutil.Process, *, kill: bool) -> None:
+    try:
+        process.kill() if kill else process.terminate()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str]:
+    if _locked(descriptor):
+        return []
+    text = path.read_text(encoding="utf-8").strip()
+    holder = psutil.Process(int(text)) if text.isdigit() and psutil.pid_exists(int(text)) else None
+    stopped = []
+    if holder is not None:
+        logger.warning("stopping the quickstart (pid %d) that runs this already", holder.pid)
+        _tell(holder, kill=False)
+        stopped.append("quickstart")
+    for kill in (False, True):
+        if kill and holder is not None:
+            _tell(holder, kill=True)
+        deadline = time.monotonic() + 2 * stop_timeout_s
+        while time.monotonic() < deadline:
+            if _locked(descriptor):
+                return stopped
+            time.sleep(POLL_S)
+    raise TakeoverError(
+        f"{path}: still locked by pid {text or 'unknown'} after SIGTERM and SIGKILL; stop that process, "
+        "then run again"
+    )
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

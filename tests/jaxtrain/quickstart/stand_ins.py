@@ -1,0 +1,62 @@
+"""Real small processes to compose in place of trainer and workers; as a program, a supervisor of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtrain.quickstart.child import ChildSpec
+from jaxtrain.quickstart.supervisor import supervise
+from jaxtrain.quickstart.takeover import owned
+
+# Says it is ready, works until SIGTERM, then leaves a mark that it stopped by itself.
+OBEDIENT = """
+import pathlib, signal, sys, time
+run, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def stop(*_):
+    (run / f"{name}.clean").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+(run / f"{name}.ready").touch()
+time.sleep(120)
+"""
+
+STUBBORN = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(pathlib.Path(sys.argv[1]) / f"{sys.argv[2]}.ready").touch()
+time.sleep(120)
+"""
+
+# Starts a process of its own, in its group, and says which.
+PARENT = """
+import pathlib, subprocess, sys, time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+run = pathlib.Path(sys.argv[1])
+(run / "inner.partial").write_text(str(inner.pid))
+(run / "inner.partial").rename(run / "inner.pid")
+(run / f"{sys.argv[2]}.ready").touch()
+time.sleep(120)
+"""
+
+
+def spec(name: str, run_dir: Path, program: str) -> ChildSpec:
+    return ChildSpec(name=name, argv=(sys.executable, "-c", program, str(run_dir), name))
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    directory, *names = sys.argv[1:]
+    run = Path(directory)
+    with owned(run, stop_timeout_s=20) as stopped:
+        (run / "stopped").write_text(" ".join(sorted(stopped)))
+        outcome = supervise([spec(name, run, OBEDIENT) for name in names], run_dir=run, stop_timeout_s=20)
+    sys.exit(128 + outcome.interrupted if outcome.interrupted else int(not outcome.finished))

@@ -1,0 +1,145 @@
+"""Composition of processes: what becomes of the others when one ends, dies, or someone asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxtrain.quickstart.supervisor import read_processes, supervise, write_processes
+from jaxtrain.quickstart.takeover import owned, stop_survivors
+from tests.jaxtrain.quickstart.stand_ins import OBEDIENT, PARENT, STUBBORN, spec, wait_until
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 20.0
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def when_ready(run: Path, name: str, action: str) -> str:
+    """A program that does `action` once `name` is ready."""
+    return (
+        "import os, pathlib, signal, sys, time\n"
+        f"while not (pathlib.Path(sys.argv[1]) / '{name}.ready').exists(): time.sleep(0.02)\n"
+        f"print('acting', flush=True)\n{action}\n"
+    )
+
+
+def test_the_first_process_ends_the_run_and_the_rest_is_stopped_cleanly(tmp_path: Path) -> None:
+    trainer = spec("trainer", tmp_path, when_ready(tmp_path, "worker-0", "sys.exit(0)"))
+    outcome = supervise([trainer, spec("worker-0", tmp_path, OBEDIENT)], run_dir=tmp_path, stop_timeout_s=1.0)
+    assert outcome.finished
+    assert (tmp_path / "worker-0.clean").exists()
+    assert list(read_processes(tmp_path)) == ["trainer", "worker-0"]
+    assert all(gone(pid) for pid in read_processes(tmp_path).values())
+    assert (tmp_path / "logs/trainer.log").read_text() == "acting\n"
+
+
+@pytest.mark.parametrize(
+    ("action", "described"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"), ("sys.exit(3)", "exit status 3")],
+)
+def test_a_death_is_named_and_stops_the_others_cleanly(tmp_path: Path, action: str, described: str) -> None:
+    worker = spec("worker-0", tmp_path, when_ready(tmp_path, "trainer", action))
+    outcome = supervise(
+        [spec("trainer", tmp_path, OBEDIENT), worker], run_dir=tmp_path, stop_timeout_s=TIMEOUT_S
+    )
+    assert outcome.failed is not None
+    assert (outcome.failed.name, outcome.failed.describe_exit()) == ("worker-0", described)
+    assert outcome.failed.log == tmp_path / "logs/worker-0.log"
+    assert (tmp_path / "trainer.clean").exists()
+
+
+def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
+    trainer = spec("trainer", tmp_path, when_ready(tmp_path, "worker-0", "sys.exit(1)"))
+    supervise([trainer, spec("worker-0", tmp_path, STUBBORN)], run_dir=tmp_path, stop_timeout_s=0.5)
+    assert gone(read_processes(tmp_path)["worker-0"])
+
+
+def test_what_a_dead_process_started_goes_with_it(tmp_path: Path) -> None:
+    parent = spec("server-0", tmp_path, PARENT)
+    trainer = spec("trainer", tmp_path, when_ready(tmp_path, "server-0", "sys.exit(1)"))
+    supervise([trainer, parent], run_dir=tmp_path, stop_timeout_s=TIMEOUT_S)
+    inner = int((tmp_path / "inner.pid").read_text())
+    wait_until(lambda: gone(inner), "the end of the inner process")
+
+
+@pytest.fixture
+def start_supervisor(tmp_path: Path) -> Iterator[object]:
+    """Starts supervisors of obedient stand-ins as real processes; kills what a failing test left."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*names: str) -> subprocess.Popen[bytes]:
+        for name in names:
+            for mark in ("ready", "clean"):
+                (tmp_path / f"{name}.{mark}").unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.jaxtrain.quickstart.stand_ins", str(tmp_path), *names], cwd=ROOT
+        )
+        started.append(process)
+        for name in names:
+            wait_until((tmp_path / f"{name}.ready").exists, f"the start of {name}")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    stop_survivors(tmp_path, stop_timeout_s=5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_everything_cleanly(
+    tmp_path: Path, start_supervisor, number: signal.Signals
+) -> None:
+    supervisor = start_supervisor("trainer", "worker-0")
+    supervisor.send_signal(number)
+    assert supervisor.wait(timeout=60) == 128 + number
+    assert (tmp_path / "trainer.clean").exists()
+    assert (tmp_path / "worker-0.clean").exists()
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path, start_supervisor) -> None:
+    supervisor = start_supervisor("trainer", "worker-0")
+    children = read_processes(tmp_path)
+    supervisor.kill()
+    for name, pid in children.items():
+        wait_until(lambda pid=pid: gone(pid), f"the end of {name}")
+
+
+def test_a_second_invocation_takes_the_run_over(tmp_path: Path, start_supervisor) -> None:
+    first = start_supervisor("trainer", "worker-0")
+    before = read_processes(tmp_path)
+    second = start_supervisor("trainer", "worker-0")
+    assert first.wait(timeout=60) == 128 + signal.SIGTERM
+    assert all(gone(pid) for pid in before.values())
+    assert second.poll() is None
+    assert (tmp_path / "stopped").read_text() == "quickstart"
+    assert set(before.values()).isdisjoint(read_processes(tmp_path).values())
+
+
+def test_survivors_are_stopped_only_if_they_are_this_runs(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    mine = subprocess.Popen([sys.executable, "-c", OBEDIENT, str(run), "trainer"])
+    recycled = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    try:
+        wait_until((run / "trainer.ready").exists, "the start of the survivor")
+        write_processes(run, {"trainer": mine.pid, "worker-0": recycled.pid, "worker-1": os.getpid()})
+        with owned(run, stop_timeout_s=TIMEOUT_S) as stopped:
+            assert stopped == ["trainer"]
+        assert mine.wait(timeout=60) == 0
+        assert (run / "trainer.clean").exists()
+        assert recycled.poll() is None
+    finally:
+        for process in (mine, recycled):
+            process.kill()
+            process.wait()
