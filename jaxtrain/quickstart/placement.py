@@ -1,6 +1,6 @@
 """Which cores each process of a run may use.
 
-On a small machine an unpinned trainer and engine start a thread a core each and preempt each other within every
+On a small machine an unpinned trainer and engine start a thread a core each and preempt each other in every
 matrix product; on disjoint cores each has what it counts on.
 """
 

