@@ -1,0 +1,1 @@
+"""Sharding of JAX arrays: meshes, rules, inspection, collectives, processes. Needs jax and numpy alone."""
