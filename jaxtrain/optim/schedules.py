@@ -61,7 +61,7 @@ def warmup_cosine(*, peak: float, end: float, warmup_tokens: int, end_tokens: in
     """
 
     def cosine(tokens: Any) -> Any:
-        fraction = (tokens - warmup_tokens) / (end_tokens - warmup_tokens)
+        fraction = (tokens - float(warmup_tokens)) / float(end_tokens - warmup_tokens)
         cos = math.cos if _is_number(tokens) else jnp.cos
         return end + (peak - end) * 0.5 * (1.0 + cos(math.pi * fraction))
 
@@ -95,7 +95,7 @@ def _flat(value: float) -> Schedule:
 
 
 def _line(start: float, stop: float, start_tokens: int, stop_tokens: int) -> Schedule:
-    return lambda tokens: start + (stop - start) * ((tokens - start_tokens) / (stop_tokens - start_tokens))
+    return lambda tokens: start + (stop - start) * ((tokens - float(start_tokens)) / float(stop_tokens - start_tokens))
 
 
 def _is_number(tokens: Any) -> bool:
@@ -118,10 +118,11 @@ def _joined(pieces: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     def schedule(tokens: Any) -> Any:
         if _is_number(tokens):
             return float(next((piece for start, piece in reversed(used) if tokens >= start), used[0][1])(tokens))
+        # As float32: a boundary of trillions does not fit the integers of a traced scalar.
+        tokens = tokens.astype(jnp.float32)
         value = jnp.asarray(used[0][1](tokens), jnp.float32)
         for start, piece in used[1:]:
-            # Compared as float32: a boundary of trillions does not fit the integers of a traced scalar.
-            value = jnp.where(tokens.astype(jnp.float32) >= start, piece(tokens.astype(jnp.float32)), value)
+            value = jnp.where(tokens >= float(start), piece(tokens), value)
         return value.astype(jnp.float32)
 
     return schedule

@@ -63,7 +63,7 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
             ),
-            item_names=(_ARRAYS, _DATA),
+            item_handlers={_ARRAYS: ocp.StandardCheckpointHandler(), _DATA: ocp.JsonCheckpointHandler()},
         )
 
     def save(self, step: int, arrays: Any, data: Mapping[str, Any], *, force: bool = False) -> bool:
