@@ -1,8 +1,7 @@
-"""Eight simulated CPU devices for every test; set before anything imports jax, which reads these once."""
-
-from __future__ import annotations
+"""Every test sees 8 simulated CPU devices: set before jax starts, which happens once a process."""
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
