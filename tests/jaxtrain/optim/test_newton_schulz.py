@@ -1,0 +1,118 @@
+"""Orthogonalisation: a polynomial of the singular values, whatever the order of computation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain.optim.newton_schulz import Algorithm, coefficients, floating_point_operations, orthogonalize
+
+
+def _oracle(matrices, polynomials):
+    """U p(...p(s / |s|)) V^T by singular value decomposition in float64."""
+    u, s, vt = np.linalg.svd(np.asarray(matrices, np.float64), full_matrices=False)
+    s = s / np.linalg.norm(s, axis=-1, keepdims=True)
+    for a, b, c in polynomials:
+        s = a * s + b * s**3 + c * s**5
+    return np.einsum("nir,nr,nrj->nij", u, s, vt)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize(
+    ("count", "rows", "columns"),
+    [(3, 6, 9), (2, 9, 6), (1, 8, 8), (11, 66, 72)],
+    ids=["wide", "tall", "square", "unrolled in chunks with a rest"],
+)
+def test_applies_the_polynomials_to_the_singular_values(algorithm, count, rows, columns):
+    matrices = jax.random.normal(jax.random.key(0), (count, rows, columns)) * 1e-3
+    polynomials = coefficients("standard", 5)
+    found = jax.jit(lambda x: orthogonalize(x, polynomials, algorithm=algorithm))(matrices)
+    np.testing.assert_allclose(found, _oracle(matrices, polynomials), atol=2e-5)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_small_singular_values_stay_bounded(algorithm):
+    """A condition number of 1e6, squared by the Gram matrix: still within the polynomial's own bounds."""
+    rng = np.random.default_rng(0)
+    u, v = (np.linalg.qr(rng.normal(size=(32, 32)))[0] for _ in range(2))
+    matrix = jnp.asarray((u * np.geomspace(1, 1e-6, 32)) @ v.T, jnp.float32)[None]
+    found = orthogonalize(matrix, coefficients("polar_express", 5), algorithm=algorithm)
+    np.testing.assert_allclose(found, _oracle(matrix, coefficients("polar_express", 5)), atol=0.02)
+
+
+def test_equals_optax():
+    matrix = jax.random.normal(jax.random.key(1), (12, 20))
+    expected = optax.contrib._muon.orthogonalize_via_newton_schulz(matrix, jnp.asarray((3.4445, -4.775, 2.0315)))
+    found = orthogonalize(matrix[None], coefficients("standard", 5))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_polar_express_is_closer_to_orthogonal_than_standard():
+    """arXiv 2505.16932: every singular value above its lower bound, 1e-3 of the norm, comes near 1."""
+    s = np.geomspace(1e-3, 1.0, 1000)
+
+    def worst(name, steps):
+        values = s
+        for a, b, c in coefficients(name, steps):
+            values = a * values + b * values**3 + c * values**5
+        return np.max(np.abs(values - 1))
+
+    assert worst("polar_express", 8) < 1e-2
+    assert worst("polar_express", 5) < worst("standard", 5)
+    assert 0.2 < worst("standard", 10) < 0.4
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_zero_matrices_stay_zero(algorithm):
+    found = orthogonalize(jnp.zeros((2, 4, 6)), coefficients("standard", 5), algorithm=algorithm)
+    np.testing.assert_array_equal(found, 0.0)
+    assert orthogonalize(jnp.zeros((0, 4, 6)), coefficients("standard", 5)).shape == (0, 4, 6)
+
+
+def test_bfloat16_iterates_in_bfloat16():
+    matrices = jax.random.normal(jax.random.key(2), (2, 16, 24))
+    found = orthogonalize(matrices, coefficients("standard", 5), dtype=jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), _oracle(matrices, coefficients("standard", 5)), atol=0.05)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (512, 256), (128, 128)])
+def test_counts_the_operations_of_the_products_that_are_traced(algorithm, rows, columns):
+    polynomials = coefficients("standard", 5)
+    jaxpr = jax.make_jaxpr(lambda x: orthogonalize(x, polynomials, algorithm=algorithm))(
+        jnp.zeros((1, rows, columns))
+    )
+    expected = floating_point_operations(rows, columns, steps=5, algorithm=algorithm)
+    assert set(_dot_operations(jaxpr.jaxpr)) == {expected}
+
+
+def _dot_operations(jaxpr):
+    """Yields operations in each platform's branch: 2 * output size * contracted size per product."""
+
+    def total(jaxpr):
+        operations = 0
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                shape = equation.invars[0].aval.shape
+                inner = np.prod([shape[axis] for axis in contracted])
+                operations += 2 * int(inner) * equation.outvars[0].aval.size
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    operations += total(value.jaxpr)
+        return operations
+
+    branches = [e.params["branches"] for e in jaxpr.eqns if e.primitive.name == "cond"]
+    for inner in [total(branch.jaxpr) for found in branches for branch in found] or [total(jaxpr)]:
+        yield inner
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match=r"found 'fast', expected one of \['polar_express', 'standard'\]"):
+        coefficients("fast", 5)
+    with pytest.raises(ValueError, match="found 0, expected at least 1"):
+        coefficients("standard", 0)
