@@ -1,0 +1,154 @@
+"""Numbers that define a decoder, read from a Hugging Face config.json and checked before any device is used."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ExpertImplementation(enum.StrEnum):
+    """How routed experts are computed; the mathematics is the same.
+
+    AUTO picks per platform: BLOCKS on CPU (DENSE when few tokens), RAGGED elsewhere.
+    DENSE runs every expert on every token and is the reference.
+    BLOCKS sorts tokens by expert into blocks of rows that share one expert. RAGGED is `jax.lax.ragged_dot`.
+    """
+
+    AUTO = "auto"
+    DENSE = "dense"
+    BLOCKS = "blocks"
+    RAGGED = "ragged"
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass recomputes: nothing, everything in a layer, or all but matrix products."""
+
+    NONE = "none"
+    FULL = "full"
+    DOTS = "dots"
+
+
+class ModelConfigError(ValueError):
+    """A model configuration that cannot be built; names each field, its value and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder. Names and meanings follow `transformers.Glm4MoeConfig`."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    first_k_dense_replace: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    partial_rotary_factor: float
+    rope_theta: float
+    use_qk_norm: bool
+    attention_bias: bool
+    rms_norm_eps: float
+    max_position_embeddings: int
+    initializer_range: float = 0.02
+    compute_dtype: str = "bfloat16"
+    expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
+    remat: Remat = Remat.FULL
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @classmethod
+    def from_hf(
+        cls,
+        hf_config: Mapping[str, Any],
+        *,
+        compute_dtype: str = "bfloat16",
+        expert_implementation: str = "auto",
+        remat: str = "full",
+    ) -> ModelConfig:
+        """Reads a Hugging Face config.json. Raises `ModelConfigError` naming every problem at once."""
+        rope = hf_config.get("rope_parameters") or {}
+        values = {
+            **hf_config,
+            "rope_theta": hf_config.get("rope_theta", rope.get("rope_theta")),
+            "partial_rotary_factor": hf_config.get(
+                "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)
+            ),
+        }
+        names = [
+            f.name
+            for f in cls.__dataclass_fields__.values()
+            if f.name not in ("compute_dtype", "expert_implementation", "remat", "initializer_range")
+        ]
+        missing = [name for name in names if values.get(name) is None]
+        if missing:
+            raise ModelConfigError(f"config.json: missing {', '.join(missing)}; all are needed")
+        config = cls(
+            **{name: values[name] for name in names},
+            initializer_range=values.get("initializer_range", 0.02),
+            compute_dtype=compute_dtype,
+            expert_implementation=ExpertImplementation(expert_implementation),
+            remat=Remat(remat),
+        )
+        problems = config.problems() + _unsupported(hf_config)
+        if problems:
+            raise ModelConfigError("; ".join(problems))
+        return config
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty when the decoder can be built."""
+        found = []
+
+        def check(ok: bool, line: str) -> None:
+            if not ok:
+                found.append(line)
+
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+            check(getattr(self, name) > 0, f"{name}: {getattr(self, name)} is not positive")
+        check(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+            f"num_attention_heads {self.num_attention_heads}",
+        )
+        check(
+            0 <= self.first_k_dense_replace <= self.num_hidden_layers,
+            f"first_k_dense_replace: {self.first_k_dense_replace} is not in [0, {self.num_hidden_layers}]",
+        )
+        check(
+            1 <= self.num_experts_per_tok <= self.n_routed_experts,
+            f"num_experts_per_tok: {self.num_experts_per_tok} is not in [1, {self.n_routed_experts}]",
+        )
+        check(
+            self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim,
+            f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} gives "
+            f"{self.rotary_dim} rotated channels, expected an even number in [2, {self.head_dim}]",
+        )
+        return found
+
+
+def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
+    expected = {"n_group": 1, "topk_group": 1, "hidden_act": "silu", "tie_word_embeddings": False}
+    found = [
+        f"{name}: {hf_config[name]!r} is not supported, expected {value!r}"
+        for name, value in expected.items()
+        if name in hf_config and hf_config[name] != value
+    ]
+    rope_type = (hf_config.get("rope_parameters") or {}).get("rope_type", "default")
+    if rope_type != "default":
+        found.append(f"rope_parameters.rope_type: {rope_type!r} is not supported, expected 'default'")
+    return found

@@ -1,0 +1,57 @@
+"""Sigmoid top-k router in float32 with a selection-only correction bias.
+
+Source: GLM-4.5 (arXiv 2508.06471) and auxiliary-loss-free balancing (arXiv 2408.15664): the bias takes part in
+choosing experts, never in their weights, so it has no gradient.
+"""
+
+# N tokens, D model, E experts, k experts a token
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """ids int32 [N, k], weights float32 [N, k] (their sum is routed_scaling_factor), scores float32 [N, E]."""
+
+    ids: jax.Array
+    weights: jax.Array
+    scores: jax.Array
+
+
+class Router(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: ModelConfig, layers: int) -> None:
+        self.config = config
+        d, e, std = config.hidden_size, config.n_routed_experts, config.initializer_range
+        self.kernel = parameter(rngs, (layers, d, e), ("layers", "embed", "router"), normal(std))
+        self.correction_bias = parameter(rngs, (layers, e), ("layers", "router"), zeros, kind=Buffer)
+
+    def __call__(self, x_ND: jax.Array) -> Routing:
+        config = self.config
+        scores_NE = jax.nn.sigmoid(x_ND.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32))
+        choice_NE = jax.lax.stop_gradient(scores_NE) + self.correction_bias[...]
+        _, ids_Nk = jax.lax.top_k(choice_NE, config.num_experts_per_tok)
+        weights_Nk = jnp.take_along_axis(scores_NE, ids_Nk, axis=-1)
+        if config.norm_topk_prob:
+            weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdims=True) + 1e-20)
+        return Routing(ids=ids_Nk, weights=weights_Nk * config.routed_scaling_factor, scores=scores_NE)
+
+
+def expert_counts(ids_Nk: jax.Array, valid_N: jax.Array, *, num_experts: int) -> jax.Array:
+    """How many valid tokens chose each expert, float32 [E]."""
+    chosen_NkE = jax.nn.one_hot(ids_Nk, num_experts, dtype=jnp.float32)
+    return jnp.einsum("NkE,N->E", chosen_NkE, valid_N.astype(jnp.float32))
+
+
+def correction_bias_update(counts_LE: jax.Array, *, rate: jax.Array | float) -> jax.Array:
+    """rate * sign(mean load - load), from counts of the whole global batch (arXiv 2408.15664, algorithm 1)."""
+    return rate * jnp.sign(counts_LE.mean(axis=-1, keepdims=True) - counts_LE)

@@ -1,0 +1,36 @@
+"""How a decoder's logical axes lie on the mesh axes data, fsdp, expert and tensor."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.models.decoder import Definition
+from sharding.rules import ShardingRules
+
+RULES = ShardingRules(
+    {
+        "layers": None,  # scanned
+        "embed": "fsdp",
+        "embed_norm": None,  # vectors: not worth a gather
+        "head_dim": None,
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+        "experts": "expert",
+        "expert_mlp": "tensor",
+        "router": None,  # float32 scores of all experts are needed everywhere
+        "vocab": "tensor",
+    }
+)
+ROW_AXES = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
+
+
+def parameter_shardings(definition: Definition, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Path -> sharding. Raises `ShardingError` naming every parameter that does not divide."""
+    return RULES.restricted_to(mesh).shardings(definition.axes, definition.shapes, mesh)
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a microbatch [row, sequence]."""
+    axes = tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(axes))

@@ -1,0 +1,180 @@
+"""The two programs of training: `accumulate` sums over a microbatch, `apply` makes one step of the sums.
+
+A batch is any number of microbatches, so batch-size warm-up changes no shape and compiles nothing again. Sums are
+unnormalised float32: the step divides once by the whole batch's token weight, then clips, then updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.decoder import Definition, RouterStatistics
+from jaxtrain.models.router import correction_bias_update
+
+Arrays = dict[str, jax.Array]
+CORRECTION_BIAS = "moe/mlp/router/correction_bias"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the tokens of a microbatch. `loss` is differentiated; `metrics` are sums with weight `weight`."""
+
+    loss: jax.Array
+    weight: jax.Array
+    metrics: Arrays
+    router: RouterStatistics
+
+
+LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What `accumulate` adds up over a batch; float32. `tokens` counts valid tokens, loss or not."""
+
+    gradients: Arrays
+    loss: jax.Array
+    weight: jax.Array
+    balance: jax.Array
+    tokens: jax.Array
+    expert_counts: jax.Array
+    metrics: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """params: trained float32 masters by path; buffers: without gradient; optimizer: its state."""
+
+    params: Arrays
+    buffers: Arrays
+    optimizer: optax.OptState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """Values of the schedules for this step, float32 scalars, so that they are no reason to compile."""
+
+    learning_rate: jax.Array
+    router_bias_rate: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """Float32 scalars of one step. `finite` is False when the step was skipped.
+
+    loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained parameters.
+    load_violation: largest over layers of max expert load over mean load, minus 1.
+    metrics: means of the loss function's own sums.
+    """
+
+    loss: jax.Array
+    balance_loss: jax.Array
+    gradient_norm: jax.Array
+    update_rms: jax.Array
+    weight: jax.Array
+    tokens: jax.Array
+    load_violation: jax.Array
+    finite: jax.Array
+    metrics: Arrays
+
+
+def accumulate(
+    definition: Definition,
+    loss_function: LossFunction,
+    state: TrainState,
+    sums: Sums,
+    microbatch: Batch,
+    balance_scale: jax.Array,
+) -> Sums:
+    """Adds one microbatch [row, sequence].
+
+    balance_scale: auxiliary loss weight times (token weight / valid tokens) of the whole batch, so that after the
+    one division by the token weight the balance loss is a mean over its own denominator, the valid tokens.
+    """
+
+    def objective(params: Arrays) -> tuple[jax.Array, LossSums]:
+        out = loss_function(definition, {**params, **state.buffers}, microbatch)
+        return out.loss + balance_scale * out.router.balance.sum(), out
+
+    (_, out), gradients = jax.value_and_grad(objective, has_aux=True)(state.params)
+    return Sums(
+        gradients=jax.tree.map(jnp.add, sums.gradients, gradients),
+        loss=sums.loss + out.loss,
+        weight=sums.weight + out.weight,
+        balance=sums.balance + out.router.balance.sum(),
+        tokens=sums.tokens + (microbatch.segment_ids > 0).sum(),
+        expert_counts=sums.expert_counts + out.router.counts,
+        metrics=jax.tree.map(jnp.add, sums.metrics, out.metrics),
+    )
+
+
+def zero_sums(definition: Definition, params: Mapping[str, jax.Array], metric_names: tuple[str, ...]) -> Sums:
+    """Sums of no microbatch; traceable."""
+    config = definition.config
+    experts = config.n_routed_experts if config.num_moe_layers else 0
+    scalar = jnp.zeros((), jnp.float32)
+    return Sums(
+        gradients={path: jnp.zeros_like(value, jnp.float32) for path, value in params.items()},
+        loss=scalar,
+        weight=scalar,
+        balance=scalar,
+        tokens=scalar,
+        expert_counts=jnp.zeros((config.num_moe_layers, experts), jnp.float32),
+        metrics={name: scalar for name in metric_names},
+    )
+
+
+def apply(
+    optimizer: optax.GradientTransformation,
+    clip_norm: float,
+    state: TrainState,
+    sums: Sums,
+    inputs: StepInputs,
+) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step. A batch with a non-finite loss or gradient, or without any weight, changes nothing."""
+    weight = jnp.maximum(sums.weight, 1e-20)
+    gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss) & (sums.weight > 0)
+    scale = jnp.where(finite, jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-20)), 0.0)
+    gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)
+    directions, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+    steps = jax.tree.map(lambda d: inputs.learning_rate * d, directions)
+    changed = TrainState(
+        params=optax.apply_updates(state.params, steps),
+        buffers=_balance(state.buffers, sums.expert_counts, inputs.router_bias_rate),
+        optimizer=optimizer_state,
+    )
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
+    size = sum(value.size for value in state.params.values())
+    load = sums.expert_counts / jnp.maximum(sums.expert_counts.mean(-1, keepdims=True), 1e-20)
+    return kept, StepMetrics(
+        loss=sums.loss / weight,
+        balance_loss=sums.balance / jnp.maximum(sums.tokens, 1.0),
+        gradient_norm=norm,
+        update_rms=jnp.where(finite, optax.global_norm(steps) / size**0.5, 0.0),
+        weight=sums.weight,
+        tokens=sums.tokens,
+        load_violation=jnp.max(load, initial=1.0) - 1.0,
+        finite=finite,
+        metrics=jax.tree.map(lambda total: total / weight, sums.metrics),
+    )
+
+
+def _balance(buffers: Arrays, counts_LE: jax.Array, rate: jax.Array) -> Arrays:
+    """The router's correction bias moves by the sign of the whole batch's load, after all sums are in."""
+    if CORRECTION_BIAS not in buffers:
+        return buffers
+    moved = buffers[CORRECTION_BIAS] + correction_bias_update(counts_LE, rate=rate)
+    return {**buffers, CORRECTION_BIAS: moved}
