@@ -1,0 +1,201 @@
+"""Prompts are one global stream by index; workers claim ranges of it by conditional create, with leases.
+
+Claims form a chain: each starts where the one before it ends, and its key is its start. A range can therefore be
+created once only, whatever sizes workers ask for, and no index is skipped. An expired claim moves to another
+worker by compare-and-swap, and only the indices that no segment of its holders finished are generated again.
+
+Leases compare clocks of different hosts: a clock ahead by a lease causes duplicate work, never duplicate training
+(a plan takes one copy of a group).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories import segment
+from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "prompts/claims/"
+CREDITS = "control/credits.json"
+
+
+class ClaimError(RuntimeError):
+    """The claims in the store do not form a chain; the message names the key and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Indices [start, start + count), held by `worker` until `lease_until` (unix seconds).
+
+    attempt: 0 for the first holder, one more for each that took it over; holders: writer ids of all of them.
+    done: every index is in a segment.
+    """
+
+    start: int
+    count: int
+    worker: str
+    lease_until: float
+    attempt: int = 0
+    holders: tuple[str, ...] = ()
+    done: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{PREFIX}{self.start:08d}.json"
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "holders": list(self.holders)}
+
+    @classmethod
+    def from_json(cls, key: str, value: Any) -> Claim:
+        """Raises `ClaimError` unless `value` is the claim that `key` must hold."""
+        try:
+            claim = cls(**{**value, "holders": tuple(value["holders"])})
+            good = claim.key == key and claim.count >= 1 and isinstance(claim.lease_until, int | float)
+        except (TypeError, KeyError) as error:
+            raise ClaimError(f"{key} holds {value!r}, expected a claim ({error!r}); {_REMEDY}") from error
+        if not good:
+            raise ClaimError(f"{key} holds {value!r}, which is not a claim on the range its key says; {_REMEDY}")
+        return claim
+
+
+_REMEDY = "stop the workers, delete this key and the later ones, and start the workers again"
+
+
+def granted(store: Store) -> int:
+    """Prompt indices below this may be claimed; 0 before the trainer grants any."""
+    value = store.read_json(CREDITS)
+    return 0 if value is None else int(value["groups"])
+
+
+def grant(store: Store, groups: int) -> int:
+    """Lets workers claim indices below `groups`; never takes credits back. Returns what is granted now."""
+    while True:
+        value, generation = store.read_json_with_generation(CREDITS)
+        current = 0 if value is None else int(value["groups"])
+        if groups <= current or store.swap_json(CREDITS, {"groups": groups}, generation):
+            return max(groups, current)
+
+
+class ClaimBook:
+    """One worker's view of the claims.
+
+    worker: its writer id. count: indices to claim at a time. lease_seconds: how long a claim outlives the last
+    renewal; renew at a third of it. clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        *,
+        count: int,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if count < 1 or lease_seconds <= 0:
+            raise ValueError(f"claim count {count} must be at least 1 and lease_seconds {lease_seconds} above 0")
+        self._store = store
+        self._worker = worker
+        self._count = count
+        self._lease = lease_seconds
+        self._clock = clock
+        self._done: dict[str, Claim] = {}
+
+    def acquire(self) -> tuple[Claim, tuple[int, ...]] | None:
+        """A claim and the indices of it left to generate: the oldest expired one, else a new one within the credits.
+
+        None when neither is there.
+        """
+        while True:
+            keys = [key for key in self._store.list(PREFIX)]
+            for key in keys:
+                taken = None if key in self._done else self._take_over(key)
+                if taken is not None:
+                    return taken
+            start = self._read(keys[-1])[0].end if keys else 0
+            count = min(self._count, granted(self._store) - start)
+            if count < 1:
+                return None
+            claim = Claim(
+                start=start,
+                count=count,
+                worker=self._worker,
+                lease_until=self._clock() + self._lease,
+                holders=(self._worker,),
+            )
+            if self._store.create_json(claim.key, claim.to_json()):
+                return claim, tuple(range(claim.start, claim.end))
+
+    def renew(self, claim: Claim) -> Claim | None:
+        """The claim with a new lease, None if another worker has it now."""
+        return self._move(claim, lease_until=self._clock() + self._lease)
+
+    def release(self, claim: Claim) -> Claim | None:
+        """Gives the claim up: the next worker takes what is unfinished at once."""
+        return self._move(claim, lease_until=0.0)
+
+    def complete(self, claim: Claim) -> Claim | None:
+        """Call once every index is in a durable segment."""
+        return self._move(claim, done=True)
+
+    def unfinished(self, claim: Claim) -> tuple[int, ...]:
+        """Indices of the claim that no readable segment of its holders calls finished."""
+        finished: set[int] = set()
+        for holder in claim.holders:
+            for key in self._store.list(f"{SEGMENTS}{holder}/"):
+                data = self._store.read(key)
+                try:
+                    finished.update(() if data is None else segment.finished_prompts(data))
+                except segment.SegmentError as error:
+                    logger.warning("%s finishes nothing: %s", key, error)
+        return tuple(index for index in range(claim.start, claim.end) if index not in finished)
+
+    def _take_over(self, key: str) -> tuple[Claim, tuple[int, ...]] | None:
+        claim, generation = self._read(key)
+        if claim.done or claim.lease_until > self._clock():
+            return None
+        holders = claim.holders if self._worker in claim.holders else (*claim.holders, self._worker)
+        mine = replace(
+            claim,
+            worker=self._worker,
+            lease_until=self._clock() + self._lease,
+            attempt=claim.attempt + 1,
+            holders=holders,
+        )
+        if not self._store.swap_json(key, mine.to_json(), generation):
+            return None
+        unfinished = self.unfinished(mine)
+        if unfinished:
+            logger.info("%s: %s takes over from %s, %d left", key, self._worker, claim.worker, len(unfinished))
+            return mine, unfinished
+        self.complete(mine)
+        return None
+
+    def _move(self, claim: Claim, **changes: Any) -> Claim | None:
+        """Compare-and-swap, only while the store still says this worker holds this attempt."""
+        current, generation = self._read(claim.key)
+        if (current.worker, current.attempt) != (claim.worker, claim.attempt):
+            return None
+        moved = replace(current, **changes)
+        return moved if self._store.swap_json(claim.key, moved.to_json(), generation) else None
+
+    def _read(self, key: str) -> tuple[Claim, bytes]:
+        if key in self._done:
+            return self._done[key], b""
+        value, generation = self._store.read_json_with_generation(key)
+        claim = Claim.from_json(key, value)
+        if claim.done:
+            self._done[key] = claim
+        return claim, generation

@@ -1,0 +1,169 @@
+"""The trajectory log: `trajectories/<writer>/<sequence>.parquet`, written once, read incrementally, checked on arrival.
+
+A writer id belongs to one process start, so each key has one writer and a conditional create never overwrites.
+Evaluations go through the same codec under `evaluations/<id>/`, and no reader of the log looks there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories import segment
+from rollout_bridge.trajectories.schema import Status, Trajectory
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "trajectories/"
+_KEY = re.compile(r"trajectories/[A-Za-z0-9._-]+/\d{8}\.parquet")
+_WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def segment_key(writer: str, sequence: int) -> str:
+    return f"{PREFIX}{writer}/{sequence:08d}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryRef:
+    """What selection needs to know of one trajectory, and where its row is.
+
+    tokens: all of them, prompt included; version_counts: (version, trainable tokens of it), ascending.
+    """
+
+    segment: str
+    row: int
+    trajectory_id: str
+    group_id: str
+    prompt_index: int
+    member: int
+    tokens: int
+    version_counts: tuple[tuple[int, int], ...]
+    reward: float
+    status: Status
+    created_at: float
+
+    @property
+    def trainable_tokens(self) -> int:
+        return sum(count for _, count in self.version_counts)
+
+    @property
+    def age_key(self) -> tuple[float | int | str, ...]:
+        """Oldest policy first, then oldest in time; unique."""
+        oldest = self.version_counts[0][0] if self.version_counts else -1
+        return (oldest, self.created_at, self.prompt_index, self.member, self.segment, self.row)
+
+
+def reference(trajectory: Trajectory, *, segment: str, row: int) -> TrajectoryRef:
+    versions, counts = np.unique(trajectory.versions[trajectory.trainable], return_counts=True)
+    return TrajectoryRef(
+        segment=segment,
+        row=row,
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        prompt_index=trajectory.prompt_index,
+        member=trajectory.member,
+        tokens=len(trajectory.token_ids),
+        version_counts=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        reward=trajectory.reward,
+        status=trajectory.status,
+        created_at=trajectory.created_at,
+    )
+
+
+class SegmentWriter:
+    """Appends immutable segments under one writer id.
+
+    A second writer with the same id continues its sequence and overwrites nothing. Raises `ValueError` for an id
+    that is not letters, digits, `._-`.
+    """
+
+    def __init__(self, store: Store, writer_id: str) -> None:
+        if not _WRITER.fullmatch(writer_id):
+            raise ValueError(f"writer id {writer_id!r} must be letters, digits and ._- (it is part of a key)")
+        self.writer_id = writer_id
+        self._store = store
+        written = [key for key in store.list(f"{PREFIX}{writer_id}/") if _KEY.fullmatch(key)]
+        self._sequence = 1 + int(written[-1][-16:-8]) if written else 0
+
+    def append(self, trajectories: Sequence[Trajectory]) -> str:
+        """Writes whole groups as the next segment and returns its key; durable when it returns.
+
+        Raises `segment.SegmentError` for a trajectory that breaks the schema, before anything is written.
+        """
+        for trajectory in trajectories:
+            if trajectory.purpose != "train":
+                raise segment.SegmentError(
+                    f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r}: the training log takes 'train' only"
+                )
+        while True:
+            key = segment_key(self.writer_id, self._sequence)
+            data = segment.encode(trajectories, writer=self.writer_id, sequence=self._sequence)
+            self._sequence += 1
+            if self._store.create(key, data) or self._store.read(key) == data:  # or: created, the answer got lost
+                return key
+            logger.warning("%s exists already: another process writes as %s", key, self.writer_id)
+
+
+def read_segment(store: Store, key: str) -> list[Trajectory]:
+    """The rows of a training segment, checked. Raises `SegmentError`, also if the key is absent."""
+    data = store.read(key)
+    if data is None:
+        raise segment.SegmentError(f"{key} is not in store {store.url}")
+    return decode_training(data)
+
+
+def decode_training(data: bytes) -> list[Trajectory]:
+    """`segment.decode`, refusing rows that are not for training."""
+    trajectories = segment.decode(data)
+    for trajectory in trajectories:
+        if trajectory.purpose != "train":
+            raise segment.SegmentError(
+                f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r} in the training log, expected 'train'"
+            )
+    return trajectories
+
+
+@dataclass
+class LogReader:
+    """Reads what has arrived since the last poll.
+
+    skip: segment keys not to read at all (everything in them is settled already).
+    quarantined: bad segments by key, with what is wrong with them; never read again.
+    segment_rows: rows of each good segment read so far.
+    """
+
+    store: Store
+    skip: frozenset[str] = frozenset()
+    quarantined: dict[str, str] = field(default_factory=dict)
+    segment_rows: dict[str, int] = field(default_factory=dict)
+
+    def poll(self) -> list[TrajectoryRef]:
+        """Trajectories of the segments that are new, in key order. A bad segment is quarantined, not raised."""
+        refs: list[TrajectoryRef] = []
+        for key in self.store.list(PREFIX):
+            if key in self.segment_rows or key in self.quarantined or key in self.skip:
+                continue
+            refs.extend(self._read(key))
+        return refs
+
+    def _read(self, key: str) -> list[TrajectoryRef]:
+        try:
+            if not _KEY.fullmatch(key):
+                raise segment.SegmentError("its key is not trajectories/<writer>/<8 digits>.parquet")
+            trajectories = read_segment(self.store, key)
+        except segment.SegmentError as error:
+            self.quarantined[key] = str(error)
+            logger.warning(
+                "quarantined %s (%d so far): %s. The run goes on without it; look at the worker that wrote it",
+                key,
+                len(self.quarantined),
+                error,
+            )
+            return []
+        self.segment_rows[key] = len(trajectories)
+        return [reference(trajectory, segment=key, row=row) for row, trajectory in enumerate(trajectories)]
