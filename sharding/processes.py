@@ -4,6 +4,8 @@ Nothing here needs more than one process: alone, `initialize`, `barrier` and `sh
 `broadcast_json` returns its argument as JSON gives it back. Calls must come in the same order in all
 processes, from one thread each. Objects travel through jax's coordination service, not through devices, so
 a broadcast never interleaves with collectives of a running step.
+
+After a failed wait the processes no longer agree on where they are: let the error end the process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,66 @@
+"""What each of the two processes of test_processes.py runs: `python processes_program.py COORDINATOR ID`.
+
+Prints one JSON line of what it observed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding import processes
+from sharding.errors import ProcessesError
+from sharding.mesh import MeshSpec
+from sharding.tree import gather, reshard, to_global, to_local
+
+
+def main(coordinator: str, process_id: int) -> None:
+    seen: dict = {}
+    processes.initialize(coordinator, 2, process_id, timeout_seconds=60)
+    seen["index"], seen["count"] = processes.process_index(), processes.process_count()
+
+    # The same name again is another broadcast, and the source need not be process 0.
+    mine = {"from": process_id, "pair": (1, 2)}
+    seen["broadcasts"] = [
+        processes.broadcast_json(mine, name="settings", timeout=60),
+        processes.broadcast_json([process_id], name="settings", timeout=60),
+        processes.broadcast_json(mine, name="other", source=1, timeout=60),
+    ]
+    processes.barrier("everybody is here", 60)
+
+    # 2 processes x 4 devices: one all-reduce across both.
+    mesh = MeshSpec({"data": -1}, dcn={"replica": 2}).build()
+    seen["processes of the rows"] = [
+        {d.process_index for d in row} == {i} for i, row in enumerate(mesh.devices)
+    ]
+    rows = NamedSharding(mesh, P(("replica", "data")))
+    local = np.arange(8, dtype=np.float32).reshape(4, 2) + 100 * process_id
+    array = to_global(local, rows)
+    seen["sum"] = float(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))(array))
+    seen["local"] = to_local(array).tolist() == local.tolist()
+    seen["gathered"] = gather(reshard(array, NamedSharding(mesh, P(None, "replica")))).tolist()
+
+    # One process alone at a barrier learns whom it missed; then both meet, which lets the late one exit too.
+    if process_id == 0:
+        try:
+            processes.barrier("checkpoint step 7", 0.5)
+        except ProcessesError as error:
+            seen["barrier error"] = str(error)
+    processes.barrier("after the missed one", 60)
+    try:
+        if process_id == 1:
+            processes.broadcast_json(None, name="plan 3", timeout=0.5)
+    except ProcessesError as error:
+        seen["broadcast error"] = str(error)
+    processes.barrier("done", 60)
+    processes.shutdown()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,157 @@
+"""Processes: two real ones on this machine (gloo), waits that name what they wait for, and no-ops alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sharding import processes
+from sharding.errors import ProcessesError
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("processes_program.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(*command: str) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict]:
+    """What each of two processes saw, by process id."""
+    address = f"127.0.0.1:{free_port()}"
+    running = [start(str(PROGRAM), address, str(process)) for process in (0, 1)]
+    try:
+        outputs = [process.communicate(timeout=180) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def test_two_processes_join(two):
+    assert [(seen["index"], seen["count"]) for seen in two] == [(0, 2), (1, 2)]
+
+
+def test_broadcasts_agree_and_come_from_their_source(two):
+    expected = [{"from": 0, "pair": [1, 2]}, [0], {"from": 1, "pair": [1, 2]}]
+    assert [seen["broadcasts"] for seen in two] == [expected, expected]
+
+
+def test_a_dcn_axis_separates_the_processes(two):
+    assert [seen["processes of the rows"] for seen in two] == [[True, True]] * 2
+
+
+def test_an_all_reduce_crosses_both(two):
+    """0 + ... + 7, twice, and 8 elements of 100."""
+    assert [seen["sum"] for seen in two] == [2 * 28 + 8 * 100] * 2
+
+
+def test_local_blocks_return_and_gather_sees_both(two):
+    rows = [[2 * i + offset, 2 * i + 1 + offset] for offset in (0, 100) for i in range(4)]
+    for seen in two:
+        assert seen["local"]
+        assert seen["gathered"] == rows
+
+
+def test_a_missed_barrier_names_itself_and_the_missing_process(two):
+    message = two[0]["barrier error"]
+    assert message.startswith("barrier 'checkpoint step 7': process 0 of 2 waited up to 0.5 s;")
+    assert "processes not arrived: [1]" in message
+
+
+def test_a_missed_broadcast_names_itself_and_its_source(two):
+    message = two[1]["broadcast error"]
+    assert message.startswith(
+        "broadcast 'plan 3': process 1 of 2 waited up to 0.5 s for process 0 to send it"
+    )
+
+
+JOIN = """
+import sys
+from sharding import processes
+from sharding.errors import ProcessesError
+try:
+    processes.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout_seconds=1)
+except ProcessesError as error:
+    print(error)
+    sys.stdout.flush()
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "message"),
+    [
+        (0, "process 0 of 2 waited 1 s for all processes to join at {address}; start every process"),
+        (1, "process 1 of 2 waited 1 s for the coordinator (process 0) at {address}: "),
+    ],
+)
+def test_joining_alone_fails_with_a_name_and_an_ordinary_exit(process, message):
+    address = f"127.0.0.1:{free_port()}"
+    running = start("-c", JOIN, address, str(process))
+    try:
+        output, errors = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 7, errors
+    assert output.startswith(message.format(address=address))
+
+
+def test_alone_everything_is_a_no_op():
+    processes.initialize()
+    processes.initialize(num_processes=1)
+    processes.barrier("nobody else")
+    assert (processes.process_index(), processes.process_count()) == (0, 1)
+    assert processes.broadcast_json({"a": (1, 2)}, name="x") == {"a": [1, 2]}
+    processes.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"coordinator": "host:1"}, r"lacks \['num_processes', 'process_id'\]"),
+        ({"coordinator": "host:1", "num_processes": 2, "process_id": 2}, r"process_id 2 is not in \[0, 2\)"),
+        ({"coordinator": "host", "num_processes": 2, "process_id": 0}, r"'host' is not host:port"),
+    ],
+)
+def test_wrong_arguments_are_named_before_any_wait(arguments, message):
+    with pytest.raises(ProcessesError, match=message):
+        processes.initialize(**arguments)
+
+
+def test_arguments_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ProcessesError, match="JAX_NUM_PROCESSES='two' is not an integer"):
+        processes.initialize()
+
+
+def test_large_and_non_finite_values_are_refused():
+    with pytest.raises(ProcessesError, match=r"broadcast 'plan': \d+ bytes of JSON, at most 1048576"):
+        processes.broadcast_json("x" * (1 << 20), name="plan")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        processes.broadcast_json(float("nan"), name="plan")
+    with pytest.raises(ProcessesError, match="source 3 is not one of 1"):
+        processes.broadcast_json(1, name="plan", source=3)
