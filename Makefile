@@ -18,7 +18,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 STAMPS := $(VENV)/.stamps
 CORE := $(STAMPS)/core
 DEV := $(STAMPS)/dev

@@ -66,6 +66,6 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["jaxtrain = jaxtrain.cli:main"],
-        "vllm.general_plugins": ["jaxtrain_bridge = rollout_bridge.vllm_plugin:register"],
+        "vllm.general_plugins": ["rollout_bridge = rollout_bridge.vllm_plugin:register"],
     },
 )

@@ -1,5 +1,6 @@
 """Train a plain Flax Linen model on eight devices with sharded weights (FSDP) and tensor parallelism.
 
+    pip install -e .
     python docs/examples/sharding_linen.py
 
 Without accelerators it simulates eight devices on the CPU. The model knows nothing of meshes: it names the

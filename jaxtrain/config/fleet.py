@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,21 @@ class EnvironmentSection(Section):
     train_prompts: PositiveInt = setting(20_000, "more than a short run consumes, so that none repeats")
     held_out_prompts: PositiveInt = setting(200, "enough for evaluation.prompts by default")
     system_prompt: str | None = setting(None, "first message of every conversation, when the task needs one")
+    reward: Literal["correct", "exact"] = setting(
+        "correct", "trained on: the verifier's score, partial credit included, or only whether it is full"
+    )
+
+    def arguments(self, *, seed: int) -> dict[str, Any]:
+        """Keyword arguments of the environment `name` in rollout_bridge's registry."""
+        return {
+            "dataset": self.task,
+            "options": dict(self.options),
+            "seed": seed,
+            "train_size": self.train_prompts,
+            "held_out_size": self.held_out_prompts,
+            "system_prompt": self.system_prompt or "",
+            "reward": self.reward,
+        }
 
 
 class RolloutSection(Section):

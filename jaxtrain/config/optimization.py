@@ -99,7 +99,7 @@ class AdamWSection(Section):
     b1: Momentum = setting(0.9, "the usual value; unpublished for GLM-4.5")
     b2: Momentum = setting(0.95, "the usual value for language models; unpublished for GLM-4.5")
     eps: PositiveFloat = setting(1e-8, "the usual value")
-    weight_decay: NonNegativeFloat = setting(0.0, "norms, biases and embeddings are not decayed")
+    weight_decay: NonNegativeFloat = setting(0.1, "as Muon's; of matrices only, norms and biases have none")
 
 
 class OptimizerSection(Section):

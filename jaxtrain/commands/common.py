@@ -1,0 +1,83 @@
+"""What every command shares: its options, its log format, and how it says that something is wrong."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from jaxtrain.config.schema import AsyncGrpoConfig, Config
+
+WRONG_CONFIG = 2  # exit status: nothing was started
+FAILED = 1
+
+ConfigPath = Annotated[
+    Path, typer.Option("--config", "-c", help="The experiment, a YAML file. See configs/.", show_default=True)
+]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", "-n", help="Name of the run; it lives in runs/NAME. [default: the config's]"),
+]
+Check = Annotated[bool, typer.Option("--check", help="Only check the config, then stop.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FIELD=VALUE]...",
+        help="Fields to change, e.g. rl.steps=30 rollouts.engine=vllm.",
+        show_default=False,
+    ),
+]
+
+
+def load(path: Path, name: str | None, overrides: list[str] | None) -> Config:
+    """The checked config, or its problems on stderr and exit status 2."""
+    from jaxtrain.config.errors import ConfigError
+    from jaxtrain.config.load import load_config
+
+    try:
+        return load_config(path, [*(overrides or []), *([f"name={name}"] if name is not None else [])])
+    except ConfigError as error:
+        fail(str(error), status=WRONG_CONFIG)
+
+
+def load_async(path: Path, name: str | None, overrides: list[str] | None) -> AsyncGrpoConfig:
+    """As `load`, for the commands that only a run with a fleet has."""
+    from jaxtrain.config.schema import AsyncGrpoConfig
+
+    config = load(path, name, overrides)
+    if not isinstance(config, AsyncGrpoConfig):
+        fail(
+            f"{path}: recipe: {config.recipe!r} has no rollouts; this command needs async_grpo",
+            status=WRONG_CONFIG,
+        )
+    return config
+
+
+def fail(message: str, *, status: int = FAILED) -> NoReturn:
+    print(message, file=sys.stderr, flush=True)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def naming(*expected: type[Exception]) -> Iterator[None]:
+    """An expected error ends the command with its message alone; others keep their traceback."""
+    try:
+        yield
+    except expected as error:
+        fail(f"{type(error).__name__}: {error}")
+
+
+def log_to_stderr() -> None:
+    """One line an event, with time, level and module."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

@@ -1,0 +1,34 @@
+"""`jaxtrain inspect`: what an experiment's config comes to."""
+
+from __future__ import annotations
+
+from jaxtrain.commands.common import ConfigPath, Name, Overrides, load
+
+
+def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) -> None:
+    """Show every field of an experiment with its value and the reason for its default.
+
+    Values that differ from the default are marked with *. Nothing is started.
+    """
+    experiment = load(config, name, overrides)
+    from pydantic_core import PydanticUndefined
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxtrain.config.errors import dotted, walk_fields
+    from jaxtrain.config.schema import as_plain
+
+    table = Table(
+        "", "field", "value", "reason for the default, or meaning", title=str(config), title_justify="left"
+    )
+    values = as_plain(experiment)
+    for path, field in walk_fields(type(experiment)):
+        value = values
+        for part in path:
+            value = value[part]
+        if hasattr(field.annotation, "model_fields"):
+            continue
+        default = field.get_default(call_default_factory=True)
+        changed = default is not PydanticUndefined and value != default
+        table.add_row("*" if changed else "", dotted(path), str(value), field.description or "")
+    Console().print(table)

@@ -1,0 +1,53 @@
+"""`jaxtrain train`: the trainer of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxtrain.commands.common import (
+    WRONG_CONFIG,
+    Check,
+    ConfigPath,
+    Name,
+    Overrides,
+    fail,
+    load,
+    log_to_stderr,
+    naming,
+)
+from jaxtrain.commands.lifetime import follow_parent
+
+
+def train(
+    config: ConfigPath,
+    name: Name = None,
+    check: Check = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run the trainer of an experiment, or go on with one that stopped.
+
+    Everything a run needs to resume is in its directory and store: the same command again takes it up where
+    it stopped. An async_grpo trainer waits for trajectories; `jaxtrain rollout` makes them.
+    """
+    experiment = load(config, name, overrides)
+    from jaxtrain.commands.environment import environment_of
+    from jaxtrain.config.errors import ConfigError
+    from jaxtrain.config.resume import claim_run
+
+    environment_of(experiment)
+    if check:
+        print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
+        return
+    try:
+        run_dir = claim_run(experiment)
+    except ConfigError as error:
+        fail(str(error), status=WRONG_CONFIG)
+    log_to_stderr()
+    follow_parent()
+
+    from importlib import import_module
+
+    from rollout_bridge.store import StoreError
+
+    with naming(StoreError):
+        import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, Path(run_dir))

@@ -1,0 +1,85 @@
+"""Where a run stands, read from its metrics file alone: the trainer is never asked."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.training.metrics import FILENAME, read_metrics
+
+RECENT = 10  # rows that rates and times are averaged over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One moment of a run. None where nothing is known yet.
+
+    phase: "starting", "warm_start", "rl" or "done". step, steps: within the phase.
+    delta_bytes, reference_bytes: of the last published version; tokens_per_s: trained, recent mean.
+    seconds_left: of this phase at the recent pace.
+    """
+
+    phase: str = "starting"
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    reward: float | None = None
+    lag_mean: float | None = None
+    lag_max: float | None = None
+    version: int | None = None
+    delta_bytes: float | None = None
+    reference_bytes: float | None = None
+    tokens_per_s: float | None = None
+    seconds_left: float | None = None
+
+
+def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> Progress:
+    """Where the run stands after `rows` of its metrics."""
+    if not rows:
+        return Progress()
+    phase = rows[-1]["phase"]
+    steps = {"warm_start": config.warm_start.steps, "rl": config.rl.steps}[phase]
+    of_phase = [row for row in rows if row["phase"] == phase]
+    recent = of_phase[-RECENT:]
+    pace = [_seconds(row) for row in recent]
+    tokens = sum(row.get("tokens") or 0 for row in recent)
+    published = next((row for row in reversed(of_phase) if row.get("delta_bytes")), {})
+    last = rows[-1]
+    return Progress(
+        phase="done" if phase == "rl" and len(of_phase) >= steps else phase,
+        step=len(of_phase),
+        steps=steps,
+        loss=last.get("loss"),
+        reward=last.get("reward_mean"),
+        lag_mean=last.get("lag_mean"),
+        lag_max=last.get("lag_max"),
+        version=last.get("version"),
+        delta_bytes=published.get("delta_bytes"),
+        reference_bytes=published.get("delta_reference_bytes"),
+        tokens_per_s=tokens / sum(pace) if sum(pace) > 0 else None,
+        seconds_left=statistics.fmean(pace) * max(0, steps - len(of_phase)),
+    )
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return (row.get("step_seconds") or 0.0) + (row.get("wait_seconds") or 0.0)
+
+
+class ProgressReader:
+    """Reads the metrics again only when the file has grown."""
+
+    def __init__(self, run_dir: Path, config: AsyncGrpoConfig) -> None:
+        self._file = run_dir / FILENAME
+        self._config = config
+        self._size = 0
+        self._last = Progress()
+
+    def read(self) -> Progress:
+        size = self._file.stat().st_size if self._file.exists() else 0
+        if size != self._size:
+            self._size = size
+            self._last = progress(read_metrics(self._file), self._config)
+        return self._last

@@ -1,0 +1,153 @@
+"""What a run came to, computed from its store and its metrics; nothing is taken from memory.
+
+Where each number is from:
+    reward_before, reward_after     evaluations/*/result.json at the lowest and the highest version evaluated
+    versions_published              weights/latest
+    delta_*, full_bytes_bf16        manifests of the versions still stored
+    lag_*, update_rms_mean, train_* metrics.jsonl, RL steps
+    trajectories, generate_*        the trajectory log and the plans
+    update_pause_*, tensors_*       acknowledgements of the sync agents
+    restarts                        incarnations after the first
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.quickstart.timeline import recorded_seconds
+from jaxtrain.training.metrics import FILENAME, read_metrics
+from rollout_bridge.store import Store
+from rollout_bridge.weights.chain import read_latest, read_manifest
+from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion, Kind, Manifest
+from rollout_bridge.weights.run import load as load_run
+
+STATE_KEY = "control/state.json"
+
+
+def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of the run's metrics, none before the first step."""
+    return read_metrics(run_dir / FILENAME) if (run_dir / FILENAME).exists() else []
+
+
+def finished(config: AsyncGrpoConfig, store: Store) -> bool:
+    """The trainer has said so, after as many RL steps as the config asks for."""
+    state = store.read_json(STATE_KEY)
+    steps = sum(row["phase"] == "rl" for row in metric_rows(config.run_dir))
+    return state is not None and state.get("phase") == "finished" and steps >= config.rl.steps
+
+
+def summarize(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
+    """The contents of summary.json. None where there is nothing to count yet."""
+    rows = metric_rows(config.run_dir)
+    rl = [row for row in rows if row["phase"] == "rl"]
+    return {
+        "name": config.name,
+        "engine": config.rollouts.engine,
+        "finished": finished(config, store),
+        **_rewards(store),
+        **_versions(store),
+        "lag_mean": _weighted(rl, "lag_mean"),
+        "lag_max": max(_values(rl, "lag_max"), default=None),
+        **_trajectories(store, rl),
+        "update_rms_mean": _mean(_values(rl, "update_rms")),
+        **_agents(store),
+        "train_tokens_per_s": _rate(rl, "step_seconds"),
+        "seconds": _seconds(config.run_dir, rows),
+    }
+
+
+def _rewards(store: Store) -> dict[str, Any]:
+    results = [store.read_json(key) for key in store.list("evaluations/") if key.endswith("/result.json")]
+    ordered = sorted((result for result in results if result is not None), key=lambda r: r["version"])
+    first, last = (ordered[0], ordered[-1]) if len(ordered) > 1 else (ordered[0] if ordered else {}, {})
+    return {
+        "reward_before": first.get("reward_mean"),
+        "reward_after": last.get("reward_mean"),
+        "evaluated_versions": [result["version"] for result in ordered],
+    }
+
+
+def _versions(store: Store) -> dict[str, Any]:
+    latest, run = read_latest(store), load_run(store)
+    stored: list[Manifest] = []
+    ref = latest.manifest if latest is not None else None
+    while ref is not None and run is not None:
+        try:
+            manifest = read_manifest(store, ref, run)
+        except BrokenVersion:
+            break  # pruned: the means are over what is left
+        stored.append(manifest)
+        ref = manifest.parent
+    deltas = [manifest.stats for manifest in stored if manifest.kind is Kind.DELTA]
+    delta, reference = (
+        _mean([stats.delta_bytes for stats in deltas]),
+        _mean([stats.reference_bytes for stats in deltas]),
+    )
+    full = stored[0].stats.full_bytes_bf16 if stored else None
+    return {
+        "versions_published": latest.version if latest is not None else 0,
+        "versions_stored": len(stored),
+        "delta_bytes_mean": delta,
+        "delta_reference_bytes_mean": reference,
+        "full_bytes_bf16": full,
+        "delta_ratio": full / delta if full and delta else None,
+        "delta_to_reference": delta / reference if delta and reference else None,
+        "restarts": max(0, run.incarnation - 1) if run is not None else 0,
+    }
+
+
+def _agents(store: Store) -> dict[str, Any]:
+    acks = [ack for key in store.list(ACKS_PREFIX) if (ack := store.read_json(key)) is not None]
+    pauses = [pause for ack in acks for pause in ack["update_pauses_ms"]]
+    return {
+        "update_pause_ms_p50": statistics.median(pauses) if pauses else None,
+        "tensors_verified": sum(ack["verified"] for ack in acks),
+    }
+
+
+def _trajectories(store: Store, rl: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    from rollout_bridge.trajectories.accounting import count
+
+    counted = count(store)
+    span = rl[-1]["time"] - rl[0]["time"] if len(rl) > 1 else 0.0
+    return {
+        "trajectories": {
+            "written": counted.written,
+            "trained": counted.trained,
+            "pending": counted.pending,
+            "dropped": dict(counted.dropped),
+        },
+        "generate_tokens_per_s": counted.generated_tokens / span if span > 0 else None,
+    }
+
+
+def _seconds(run_dir: Path, rows: Sequence[dict[str, Any]]) -> float | None:
+    """Wall time of all invocations; of the metrics alone when the run was composed by hand."""
+    recorded = recorded_seconds(run_dir)
+    if recorded is not None:
+        return recorded
+    return rows[-1]["time"] - rows[0]["time"] if rows else None
+
+
+def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _weighted(rows: Sequence[dict[str, Any]], key: str) -> float | None:
+    """Mean over trained tokens of a per-token mean."""
+    pairs = [(row[key], row["tokens"]) for row in rows if row.get(key) is not None and row.get("tokens")]
+    weight = sum(tokens for _, tokens in pairs)
+    return sum(value * tokens for value, tokens in pairs) / weight if weight else None
+
+
+def _rate(rows: Sequence[dict[str, Any]], seconds: str) -> float | None:
+    total = sum(_values(rows, seconds))
+    return sum(_values(rows, "tokens")) / total if total > 0 else None
