@@ -2,20 +2,20 @@
 
 from rollout_bridge.delta.codec import (
     Dense,
-    DeltaError,
     SparseChange,
     decode,
     decode_full,
-    decode_many,
     decode_sparse,
     encode,
     encode_full,
-    encode_many,
     encode_sparse,
 )
+from rollout_bridge.delta.errors import DeltaError
+from rollout_bridge.delta.many import ArrayChange, decode_many, encode_many
 from rollout_bridge.delta.reference import conditional_entropy_bytes, conditional_entropy_bytes_sparse
 
 __all__ = [
+    "ArrayChange",
     "Dense",
     "DeltaError",
     "SparseChange",

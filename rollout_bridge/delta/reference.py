@@ -1,4 +1,4 @@
-"""The yardstick of the codec: what an update costs when elements are coded one by one given their old value."""
+"""The yardstick of the codec: the bytes of an update whose elements are coded apart, given their old value."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 def conditional_entropy_bytes(old: np.ndarray, new: np.ndarray) -> float:
     """size * H(new | old) / 8 in bytes, with the empirical order-0 distribution of new for each old value.
 
-    A bound for any code that treats elements alike and apart; it charges nothing for the distribution itself, so on small arrays no code
-    reaches it.
+    A bound for any code that treats elements alike and apart; it charges nothing for the distribution itself,
+    so on small arrays no code reaches it.
     """
     old_flat, new_flat = np.asarray(old).reshape(-1), np.asarray(new).reshape(-1)
     changed = np.flatnonzero(old_flat != new_flat)
@@ -20,7 +20,8 @@ def conditional_entropy_bytes(old: np.ndarray, new: np.ndarray) -> float:
 def conditional_entropy_bytes_sparse(
     old_counts: tuple[np.ndarray, np.ndarray] | np.ndarray, changed_old: np.ndarray, changed_new: np.ndarray
 ) -> float:
-    """`conditional_entropy_bytes` from the histogram of all old values and the values of the changed elements.
+    """`conditional_entropy_bytes` from the histogram of all old values and the values of the changed
+    elements.
 
     old_counts: (distinct old values, how often each occurs), or an array of counts indexed by value.
     """

@@ -1,8 +1,8 @@
 """Block FP8 quantisation and change extraction on the accelerator: JAX twins of `host`, bit for bit.
 
-Everything is integer arithmetic on the bits (no float division, conversion or comparison), so CPU, GPU and TPU agree whatever
-they do with subnormals. The arrays are stacked, [..., out, in], and may be sharded; the functions are pure and meant to be
-called under `jax.jit`.
+Everything is integer arithmetic on the bits (no float division, conversion or comparison), so CPU, GPU and
+TPU agree whatever they do with subnormals. The arrays are stacked, [..., out, in], and may be sharded; the
+functions are pure and meant to be called under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ _WORD = 32
 _SMALLEST_BUCKET = 1024
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "nonfinite"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "nonfinite"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """codes u8[..., out, in]; scale f32[..., ceil(out/128), ceil(in/128)]; nonfinite int32[...], how many weights of each matrix
-    are NaN or infinite in BF16. The codes of a matrix with any are meaningless: the caller refuses to publish it."""
+    """codes u8[..., out, in]; scale f32[..., ceil(out/128), ceil(in/128)]; nonfinite int32[...], how many
+    weights of each matrix are NaN or infinite in BF16. The codes of a matrix with any are meaningless: the
+    caller refuses to publish it.
+    """
 
     codes: jax.Array
     scale: jax.Array
@@ -33,17 +37,19 @@ class Quantized:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["count", "counts", "positions", "old", "new"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["count", "counts", "positions", "old", "new"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Changes:
     """What differs between two arrays [..., out, in], compacted in ascending order of position.
 
-    count int32: how many elements differ. When it is larger than `max_changes` the arrays below hold only the first ones, and
-    the caller asks again with `change_bucket(count)`.
+    count int32: how many elements differ. When it is larger than `max_changes` the arrays below hold only the
+    first ones, and the caller asks again with `change_bucket(count)`.
     counts int32[...]: how many differ in each matrix, so that the host can split the arrays by matrix.
-    positions int32[max_changes]: flat index into the whole array; old, new [max_changes]: bits before and after.
-    Entries from `count` on are padding (zeros).
+    positions int32[max_changes]: flat index into the whole array; old, new [max_changes]: bits before and
+    after. Entries from `count` on are padding (zeros).
     """
 
     count: jax.Array
@@ -68,14 +74,17 @@ def float32_to_bfloat16_bits(x: jax.Array) -> jax.Array:
 def quantize_block_fp8(weights: jax.Array) -> Quantized:
     """Quantise weights [..., out, in] (float32, bfloat16, or BF16 bits as uint16); the rule is in `host`."""
     if weights.ndim < 2:
-        raise ValueError(f"quantize_block_fp8 takes weights [..., out, in], found shape {list(weights.shape)}")
+        raise ValueError(
+            f"quantize_block_fp8 takes weights [..., out, in], found shape {list(weights.shape)}"
+        )
     bits = weights if weights.dtype == jnp.uint16 else float32_to_bfloat16_bits(weights)
     magnitude = (bits & 0x7FFF).astype(jnp.int32)
     nonfinite = jnp.sum((magnitude >= _BF16_INFINITY).astype(jnp.int32), axis=(-2, -1))
     exponent = _scale_exponent(_block_max(magnitude))
     exponents = _spread(exponent, weights.shape)
 
-    # value / 2**e = (128 + mantissa) * 2**(power - 7); e4m3fn has 3 mantissa bits from power -6 up, fixed point below.
+    # value / 2**e = (128 + mantissa) * 2**(power - 7); e4m3fn has 3 mantissa bits from power -6 up, fixed
+    # point below.
     power = (magnitude >> 7) - 127 - exponents
     significand = 128 + (magnitude & 0x7F)
     normal = ((power + 7) << 7) | (magnitude & 0x7F)
@@ -91,9 +100,13 @@ def quantize_block_fp8(weights: jax.Array) -> Quantized:
 
 
 def dequantize_block_fp8(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """BF16 bits u16[..., out, in] of codes u8[..., out, in] times their block's scale, as made by `quantize_block_fp8`; exact."""
+    """BF16 bits u16[..., out, in] of codes u8[..., out, in] times their block's scale, as made by
+    `quantize_block_fp8`; exact.
+    """
     magnitude = (codes & 0x7F).astype(jnp.int32)
-    exponents = _spread((lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.int32) - 127, codes.shape)
+    exponents = _spread(
+        (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.int32) - 127, codes.shape
+    )
     field, mantissa = magnitude >> 3, magnitude & 7
     # A subnormal code m * 2**-9 is normal in BF16: its leading one moves to the implicit bit.
     top = (mantissa >= 2).astype(jnp.int32) + (mantissa >= 4).astype(jnp.int32)
@@ -111,19 +124,23 @@ def count_changes(codes: jax.Array, baseline: jax.Array) -> jax.Array:
 
 
 def change_bucket(count: int, size: int) -> int:
-    """The static size to compact `count` changes of `size` elements into: a power of two, so that few programs are compiled."""
+    """The static size to compact `count` changes of `size` elements into: a power of two, so that few
+    programs are compiled.
+    """
     return max(1, min(size, max(_SMALLEST_BUCKET, 1 << (max(count, 1) - 1).bit_length())))
 
 
 def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Changes:
-    """The changes from `baseline` to `codes` [..., out, in] (same shape and dtype), in `max_changes` (static) slots.
+    """The changes from `baseline` to `codes` [..., out, in] (same shape and dtype), in `max_changes` (static)
+    slots.
 
-    Temporary memory is a quarter of a byte an element. Call it on each shard of a sharded array: positions are of the array given.
-    Raises ValueError past 2**31 - 1 elements: positions are int32.
+    Temporary memory is a quarter of a byte an element. Call it on each shard of a sharded array: positions
+    are of the array given. Raises ValueError past 2**31 - 1 elements: positions are int32.
     """
     if codes.shape != baseline.shape or codes.dtype != baseline.dtype:
         raise ValueError(
-            f"diff_compact compares like with like, found {codes.dtype}{list(codes.shape)} against a baseline of "
+            f"diff_compact compares like with like, found {codes.dtype}{list(codes.shape)} against a"
+            " baseline of "
             f"{baseline.dtype}{list(baseline.shape)}"
         )
     if codes.size >= 2**31:
@@ -144,9 +161,13 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Cha
 
 
 def _bit_index(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pack a flat mask into uint32 words, least significant bit first, and count the bits up to and including each word."""
+    """Pack a flat mask into uint32 words, least significant bit first, and count the bits up to and including
+    each word.
+    """
     padded = jnp.pad(mask, (0, -mask.size % _WORD) if mask.size else (0, _WORD)).reshape(-1, _WORD)
-    words = jnp.sum(padded.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    words = jnp.sum(
+        padded.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32
+    )
     return words, jnp.cumsum(lax.population_count(words).astype(jnp.int32))
 
 
@@ -154,7 +175,9 @@ def _select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
     """Position of set bit number `rank` (from 0) of each word, by halving."""
     position = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):
-        low = lax.population_count((words >> position.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
+        low = lax.population_count(
+            (words >> position.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
+        ).astype(jnp.int32)
         above = rank >= low
         rank = jnp.where(above, rank - low, rank)
         position = jnp.where(above, position + width, position)
@@ -172,7 +195,9 @@ def _block_max(magnitude: jax.Array) -> jax.Array:
     *leading, out, width = magnitude.shape
     pad = ((0, 0),) * len(leading) + ((0, -out % BLOCK[0]), (0, -width % BLOCK[1]))
     padded = jnp.pad(magnitude, pad) if out % BLOCK[0] or width % BLOCK[1] else magnitude
-    blocks = padded.reshape(*leading, padded.shape[-2] // BLOCK[0], BLOCK[0], padded.shape[-1] // BLOCK[1], BLOCK[1])
+    blocks = padded.reshape(
+        *leading, padded.shape[-2] // BLOCK[0], BLOCK[0], padded.shape[-1] // BLOCK[1], BLOCK[1]
+    )
     return jnp.max(blocks, axis=(-3, -1))
 
 

@@ -1,8 +1,10 @@
-"""A digest that shards can compute apart: the sum modulo 2**64, over elements, of mix(flat index, value bits).
+"""A digest that shards can compute apart: the sum modulo 2**64, over elements, of mix(flat index, value
+bits).
 
-Because it is a sum, rectangles of a tensor add up to the tensor whatever the mesh, and a sparse change updates it. Any change of
-one element changes it for certain (mix is injective in the value); other differences escape with probability about 2**-64.
-It guards against faults, not against forgery: blobs carry a cryptographic hash besides.
+Because it is a sum, rectangles of a tensor add up to the tensor whatever the mesh, and a sparse change
+updates it. Any change of one element changes it for certain (mix is injective in the value); other
+differences escape with probability about 2**-64. It guards against faults, not against forgery: blobs carry a
+cryptographic hash besides.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import numpy as np
 
 MODULUS = 1 << 64
 
-# Odd constants: the golden ratio, and those of the splitmix64 finaliser (Steele, Lea, Flood 2014, variant 13 of D. Stafford).
+# Odd constants: the golden ratio, and those of the splitmix64 finaliser (Steele, Lea, Flood 2014, variant 13
+# of D. Stafford).
 _INDEX_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _VALUE_FACTOR = np.uint64(0xD1342543DE82EF95)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -20,7 +23,9 @@ _CHUNK = 1 << 15
 
 
 def digest(bits: np.ndarray, *, start: int = 0) -> int:
-    """Digest of elements with consecutive flat indices from `start`; bits are unsigned integers of any shape, row-major."""
+    """Digest of elements with consecutive flat indices from `start`; bits are unsigned integers of any shape,
+    row-major.
+    """
     flat = _unsigned(bits).reshape(-1)
     ramp = np.arange(min(_CHUNK, max(flat.size, 1)), dtype=np.uint64) * _INDEX_FACTOR
     total = 0
@@ -34,16 +39,19 @@ def digest(bits: np.ndarray, *, start: int = 0) -> int:
 
 
 def digest_rectangle(bits: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The part of the digest of a tensor of `shape` that the rectangle `bits`, whose first element is at `origin`, contributes.
+    """The part of the digest of a tensor of `shape` that the rectangle `bits`, whose first element is at
+    `origin`, contributes.
 
     Raises ValueError when the rectangle does not lie inside the tensor.
     """
     bits = _unsigned(bits)
     inside = len(origin) == len(shape) == bits.ndim and all(
-        0 <= o and o + n <= s for o, n, s in zip(origin, bits.shape, shape, strict=True)
+        o >= 0 and o + n <= s for o, n, s in zip(origin, bits.shape, shape, strict=True)
     )
     if not inside:
-        raise ValueError(f"a rectangle {list(bits.shape)} at {list(origin)} does not lie inside a tensor {list(shape)}")
+        raise ValueError(
+            f"a rectangle {list(bits.shape)} at {list(origin)} does not lie inside a tensor {list(shape)}"
+        )
     if bits.size == 0:
         return 0
     # Trailing axes covered whole, and the last partial one, are one contiguous run.
@@ -65,7 +73,8 @@ def update(current: int, indices: np.ndarray, old_values: np.ndarray, new_values
     old_flat, new_flat = _unsigned(old_values).reshape(-1), _unsigned(new_values).reshape(-1)
     if not indices.size == old_flat.size == new_flat.size:
         raise ValueError(
-            f"an update has one old and one new value an index, found {indices.size} indices, {old_flat.size} old and "
+            f"an update has one old and one new value an index, found {indices.size} indices,"
+            f" {old_flat.size} old and "
             f"{new_flat.size} new values"
         )
     total = current
@@ -102,4 +111,6 @@ def _unsigned(bits: np.ndarray) -> np.ndarray:
         return bits
     if bits.dtype == np.float32:
         return np.ascontiguousarray(bits).view(np.uint32).reshape(bits.shape)
-    raise ValueError(f"a digest is over bits (unsigned integers, or float32 by their bits), found {bits.dtype}")
+    raise ValueError(
+        f"a digest is over bits (unsigned integers, or float32 by their bits), found {bits.dtype}"
+    )

@@ -1,12 +1,13 @@
 """Block FP8 quantisation on the host: numpy, bit-identical to `device`.
 
-A weight is cast to BF16 (round to nearest even), each 128x128 block (edge blocks may be partial) takes the smallest
-power-of-two scale s with amax / s <= 448, and weight / s is rounded to nearest even e4m3fn. Dividing by a power of two is
-exact, so a code is one rounding away from the BF16 weight and code * s is exactly a BF16 number.
+A weight is cast to BF16 (round to nearest even), each 128x128 block (edge blocks may be partial) takes the
+smallest power-of-two scale s with amax / s <= 448, and weight / s is rounded to nearest even e4m3fn. Dividing
+by a power of two is exact, so a code is one rounding away from the BF16 weight and code * s is exactly a BF16
+number.
 
 Three corners keep that true over the whole BF16 range:
-- s is at least MINIMUM_SCALE, so that no quotient and no dequantised value is subnormal (accelerators flush those);
-  BF16 subnormals become signed zeros;
+- s is at least MINIMUM_SCALE, so that no quotient and no dequantised value is subnormal (accelerators flush
+  those); BF16 subnormals become signed zeros;
 - in a block whose s is MAXIMUM_SCALE the largest code is 240, because 256 * 2**120 is past the largest BF16;
 - a block of zeros has s = 1. The sign of a zero is kept.
 """
@@ -66,7 +67,8 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple
 def quantize_block_fp8(x_bf16_bits: np.ndarray, *, name: str = "tensor") -> tuple[np.ndarray, np.ndarray]:
     """Quantise BF16 bits u16[out, in] to (e4m3fn codes u8[out, in], scales f32[ceil(out/128), ceil(in/128)]).
 
-    Raises NonFiniteError naming `name` and the first bad element, ValueError when the input is not a 2-D uint16 array.
+    Raises NonFiniteError naming `name` and the first bad element, ValueError when the input is not a 2-D
+    uint16 array.
     """
     bits = np.asarray(x_bf16_bits)
     if bits.ndim != 2 or bits.dtype != np.uint16:
@@ -97,8 +99,8 @@ def quantize_block_fp8(x_bf16_bits: np.ndarray, *, name: str = "tensor") -> tupl
 def dequantize_block_fp8(codes: np.ndarray, scale: np.ndarray, *, name: str = "tensor") -> np.ndarray:
     """BF16 bits u16[out, in] of codes u8[out, in] times their block's power-of-two scale; exact.
 
-    Raises ValueError when the scales have another shape, or are not powers of two between MINIMUM_SCALE and MAXIMUM_SCALE
-    (the product would then not be a BF16 number).
+    Raises ValueError when the scales have another shape, or are not powers of two between MINIMUM_SCALE and
+    MAXIMUM_SCALE (the product would then not be a BF16 number).
     """
     codes, scale = np.asarray(codes), np.asarray(scale, dtype=np.float32)
     if codes.ndim != 2 or codes.dtype != np.uint8 or scale.shape != scale_shape(codes.shape):

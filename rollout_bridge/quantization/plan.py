@@ -23,7 +23,9 @@ class Format(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ServingLayout:
-    """How the engine splits the model: tensor-parallel ranks, and whether experts are spread whole over them instead of sliced."""
+    """How the engine splits the model: tensor-parallel ranks, and whether experts are spread whole over them
+    instead of sliced.
+    """
 
     tensor_parallel: int = 1
     expert_parallel: bool = False
@@ -58,19 +60,26 @@ class QuantizationPlan:
             modules = tuple(str(module) for module in data["modules_to_not_convert"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"not a quantization plan ({error!r}); expected formats (name -> one of {[str(f) for f in Format]}), block "
-                "[rows, columns] and modules_to_not_convert, as QuantizationPlan.to_json writes"
+                f"not a quantization plan ({error!r}); expected formats (name -> one of "
+                f"{[str(f) for f in Format]}), block [rows, columns] and modules_to_not_convert, as "
+                "QuantizationPlan.to_json writes"
             ) from error
         if (rows, columns) != BLOCK:
-            raise ValueError(f"quantization plan: block: {[rows, columns]} is not {list(BLOCK)}, the only one implemented")
+            raise ValueError(
+                f"quantization plan: block: {[rows, columns]} is not {list(BLOCK)}, the only one implemented"
+            )
         return cls(formats, (rows, columns), modules)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON, in hex: equal plans, equal fingerprints, whatever the order they were built in."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """SHA-256 of the canonical JSON, in hex: equal plans, equal fingerprints, whatever the order they
+        were built in.
+        """
+        return hashlib.sha256(
+            json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     def hf_quantization_config(self) -> dict[str, Any]:
-        """The `quantization_config` of config.json that tells an engine to read this checkpoint as block FP8."""
+        """The `quantization_config` of config.json: it tells an engine that the checkpoint is block FP8."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -88,7 +97,8 @@ def scale_name(name: str) -> str:
 # Tensors that stay unquantised in every layout. Matched against the whole name.
 _ALWAYS_FLOAT32 = re.compile(r".*\.e_score_correction_bias")
 _ALWAYS_BF16 = re.compile(
-    r"(.*\.)?(embed_tokens|lm_head|shared_head\.head|mlp\.gate|eh_proj)\.weight"  # eh_proj: the next-token-prediction joint
+    # eh_proj joins the next-token-prediction layer to the model.
+    r"(.*\.)?(embed_tokens|lm_head|shared_head\.head|mlp\.gate|eh_proj)\.weight"
     r"|.*norm\.weight|.*\.bias"
 )
 
@@ -97,7 +107,7 @@ _ALWAYS_BF16 = re.compile(
 class _Layer:
     """Matrices that the engine runs as one layer, and therefore quantises all or none."""
 
-    module: str  # what modules_to_not_convert lists when the layer is unquantised and is not listed matrix by matrix
+    module: str  # the name vLLM gives the layer; of experts, what modules_to_not_convert lists
     role: str  # "qkv", "gate_up", "row" or "experts"
     names: tuple[str, ...]
 
@@ -110,13 +120,15 @@ def plan_for(
     quantize: bool = True,
     head_dim: int | None = None,
 ) -> QuantizationPlan:
-    """Plan for the tensors `shapes` (Hugging Face name -> shape) of `architecture` (`model_type` of config.json).
+    """Plan for the tensors `shapes` (Hugging Face name -> shape) of `architecture` (`model_type` of
+    config.json).
 
-    Embedding, head, router, norms and biases are BF16, the router's correction bias float32, every other matrix block FP8 unless
-    an engine with the `serving` layout cannot take the layer it belongs to in 128-blocks; then the whole layer is BF16 and listed in
-    modules_to_not_convert. `serving=None` is for engines that are given dequantised BF16 weights: no layer is refused.
-    `head_dim` tells how far key and value heads can be split before they are replicated (more ranks than key/value heads);
-    without it they are taken to split evenly. `quantize=False`: everything BF16.
+    Embedding, head, router, norms and biases are BF16, the router's correction bias float32, every other
+    matrix block FP8 unless an engine with the `serving` layout cannot take the layer it belongs to in
+    128-blocks; then the whole layer is BF16 and listed in modules_to_not_convert. `serving=None` is for
+    engines that are given dequantised BF16 weights: no layer is refused. `head_dim` tells how far key and
+    value heads can be split before they are replicated (more ranks than key/value heads); without it they are
+    taken to split evenly. `quantize=False`: everything BF16.
 
     The rule of refusal is vLLM 0.32's (`validate_fp8_block_shape` and its MoE twin).
     """
@@ -147,7 +159,8 @@ def _accepts(
 ) -> bool:
     ranks = serving.tensor_parallel
     if layer.role == "experts":
-        # Gate and up are [expert hidden, model], down is [model, expert hidden]; only the hidden axis is sliced.
+        # Gate and up are [expert hidden, model], down is [model, expert hidden]; only the hidden axis is
+        # sliced.
         hidden = {shapes[name][1 if name.endswith("down_proj.weight") else 0] for name in layer.names}
         return all(_slices_into_blocks(size, 1 if serving.expert_parallel else ranks) for size in hidden)
     if layer.role == "row":
@@ -155,8 +168,8 @@ def _accepts(
     sizes = [shapes[name][0] for name in layer.names]
     if layer.role == "qkv" and head_dim is not None:
         # More ranks than key/value heads: each rank holds one whole head.
-        sizes = [max(size, head_dim * ranks) if "q_proj" not in name else size
-                 for name, size in zip(layer.names, sizes, strict=True)]  # fmt: skip
+        query, key, value = sizes
+        sizes = [query, max(key, head_dim * ranks), max(value, head_dim * ranks)]
     if ranks == 1:
         sizes = sizes[:-1]  # the last of a merged, unsplit layer may end in a partial block
     return all(_slices_into_blocks(size, ranks) for size in sizes)
@@ -167,7 +180,9 @@ def _slices_into_blocks(size: int, ranks: int) -> bool:
 
 
 def _glm4_moe_layers(names: Iterable[str]) -> list[_Layer]:
-    """Layers as vLLM builds them for Glm4MoeForCausalLM: query, key and value merged, gate and up merged, experts of a layer fused."""
+    """Layers as vLLM builds them for Glm4MoeForCausalLM: query, key and value merged, gate and up merged,
+    experts of a layer fused.
+    """
     grouped: dict[tuple[str, str], list[str]] = {}
     for name in names:
         module = _module(name)
@@ -182,13 +197,15 @@ def _glm4_moe_layers(names: Iterable[str]) -> list[_Layer]:
             key = (module, "row")
         else:
             raise ValueError(
-                f"{name}: no rule says how an engine runs this matrix; add it to the layers of its architecture in "
-                "rollout_bridge/quantization/plan.py, or to the tensors that stay BF16"
+                f"{name}: no rule says how an engine runs this matrix; add it to the layers of its architecture "
+                "in rollout_bridge/quantization/plan.py, or to the tensors that stay BF16"
             )
         grouped.setdefault(key, []).append(name)
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
     return [
-        _Layer(module, role, tuple(sorted(members, key=lambda n: order.get(_module(n).rpartition(".")[2], 0))))
+        _Layer(
+            module, role, tuple(sorted(members, key=lambda n: order.get(_module(n).rpartition(".")[2], 0)))
+        )
         for (module, role), members in grouped.items()
     ]
 

@@ -1,0 +1,62 @@
+"""Reading and writing the few header bytes of a blob."""
+
+from __future__ import annotations
+
+from rollout_bridge.delta.errors import DeltaError
+
+_VARINT_BYTES = 9
+
+
+def varint(value: int) -> bytes:
+    """A non-negative integer below 2**63, seven bits a byte, least significant first."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+class Reader:
+    """Takes a blob from the front; DeltaError where it ends too early or too late."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        if count > len(self._data) - self._at:
+            raise DeltaError(
+                f"the blob ends after {len(self._data)} bytes, {count} more were due at {self._at}; it is"
+                " truncated"
+            )
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def byte(self) -> int:
+        """The next byte."""
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        """The next integer of `varint`."""
+        value = 0
+        for place in range(_VARINT_BYTES):
+            octet = self.byte()
+            value |= (octet & 0x7F) << (7 * place)
+            if octet < 0x80:
+                return value
+        raise DeltaError(
+            f"an integer at byte {self._at} runs past {_VARINT_BYTES} bytes; the blob is damaged"
+        )
+
+    def rest(self) -> bytes:
+        """All bytes not taken yet, without taking them."""
+        return self._data[self._at :]
+
+    def end(self) -> None:
+        """DeltaError unless everything was taken."""
+        if self._at != len(self._data):
+            raise DeltaError(
+                f"{len(self._data) - self._at} bytes follow the end of the update; the blob is damaged"
+            )

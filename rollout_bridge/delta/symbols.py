@@ -1,0 +1,111 @@
+"""Integers as (symbol, extra bits), and value changes as integers.
+
+A non-negative integer below 16 is its own symbol; above, a symbol is a quarter of an octave and the place
+inside it is sent as extra bits. The symbols are what the models give probabilities to; inside a quarter
+octave the distributions met here are flat, to a thousandth of a bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+DIRECT = 16
+_MAXIMUM_BITS = 48
+
+
+def _starts() -> np.ndarray:
+    quarters = [(4 + quarter) << (octave - 2) for octave in range(4, _MAXIMUM_BITS) for quarter in range(4)]
+    return np.array([*range(DIRECT), *quarters, 1 << _MAXIMUM_BITS], np.int64)
+
+
+# Symbol s holds the integers from STARTS[s] up to, but not including, STARTS[s + 1].
+STARTS = _starts()
+EXTRA_BITS = np.array([0] * DIRECT + [int(s).bit_length() - 3 for s in STARTS[DIRECT:-1]], np.uint8)
+_SMALL = 1 << 12
+_SYMBOL_OF_SMALL = (np.searchsorted(STARTS, np.arange(_SMALL), side="right") - 1).astype(np.uint8)
+
+
+def symbols_of(values: np.ndarray) -> np.ndarray:
+    """Symbols uint8 of integers int64 in [0, 2**48)."""
+    if values.size == 0:
+        return np.empty(0, np.uint8)
+    if values.max() < _SMALL:
+        return _SYMBOL_OF_SMALL[values]
+    symbols = _SYMBOL_OF_SMALL[np.minimum(values, _SMALL - 1)]
+    large = np.flatnonzero(values >= _SMALL)
+    symbols[large] = np.searchsorted(STARTS, values[large], side="right") - 1
+    return symbols
+
+
+def alphabet_size(maximum: int) -> int:
+    """How many symbols the integers up to `maximum` need."""
+    return int(np.searchsorted(STARTS, maximum, side="right"))
+
+
+def pack_extra(values: np.ndarray, symbols: np.ndarray) -> bytes:
+    """The extra bits of `values`, grouped by their number, least significant bit first."""
+    widths = EXTRA_BITS[symbols]
+    pieces = []
+    for width in np.flatnonzero(np.bincount(widths)) if widths.size else ():
+        if width == 0:
+            continue
+        chosen = np.flatnonzero(widths == width)
+        offsets = values[chosen] - STARTS[symbols[chosen]]
+        octets = offsets.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : -(-int(width) // 8)]
+        pieces.append(np.unpackbits(octets, axis=1, count=int(width), bitorder="little").reshape(-1))
+    return np.packbits(np.concatenate(pieces), bitorder="little").tobytes() if pieces else b""
+
+
+def extra_size(symbols: np.ndarray) -> int:
+    """Bytes that `pack_extra` makes for these symbols."""
+    return (int(EXTRA_BITS[symbols].sum(dtype=np.int64)) + 7) // 8
+
+
+def unpack_extra(data: bytes, symbols: np.ndarray) -> np.ndarray:
+    """The integers int64 of `symbols` with the extra bits `data` of `pack_extra`, of exactly `extra_size`
+    bytes.
+    """
+    values = STARTS[symbols]
+    widths = EXTRA_BITS[symbols]
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    at = 0
+    for width in np.flatnonzero(np.bincount(widths)) if widths.size else ():
+        if width == 0:
+            continue
+        chosen = np.flatnonzero(widths == width)
+        part = bits[at : at + chosen.size * int(width)].reshape(chosen.size, int(width))
+        at += chosen.size * int(width)
+        octets = np.zeros((chosen.size, 8), np.uint8)
+        packed = np.packbits(part, axis=1, bitorder="little")
+        octets[:, : packed.shape[1]] = packed
+        values[chosen] += octets.view("<i8").reshape(-1)
+    return values
+
+
+def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Changes of float bit patterns (unsigned, old != new) as integers int64: 0 is one representable number
+    up, 1 one down, 2 two up, 3 two down, and so on, modulo the number of patterns.
+    """
+    bits = old.dtype.itemsize * 8
+    difference = _ordered(new) - _ordered(old)
+    half = np.int64(1) << (bits - 1)
+    difference = ((difference + half) & ((np.int64(1) << bits) - 1)) - half
+    magnitude = np.abs(difference) - 1
+    return (magnitude << 1) | (difference < 0)
+
+
+def apply_steps(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The new bit patterns of `old` after `steps` of `steps_between`."""
+    bits = old.dtype.itemsize * 8
+    magnitude = (steps >> 1) + 1
+    ordered = _ordered(old) + np.where(steps & 1, -magnitude, magnitude)
+    ordered &= (np.int64(1) << bits) - 1
+    half = np.int64(1) << (bits - 1)
+    return np.where(ordered >= half, ordered - half, 2 * half - 1 - ordered).astype(old.dtype)
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """Sign-magnitude patterns to int64, in the order of their numbers; -0 comes just before +0."""
+    half = np.int64(1) << (values.dtype.itemsize * 8 - 1)
+    wide = values.astype(np.int64)
+    return np.where(wide < half, wide + half, 2 * half - 1 - wide)
