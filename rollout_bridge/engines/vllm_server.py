@@ -1,0 +1,247 @@
+"""Start, watch and stop a vLLM server process group.
+
+The development endpoints that weight updates need (`VLLM_SERVER_DEV_MODE=1`) also let anyone who can connect call
+functions in the workers: the server binds a loopback address and nothing else is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout_bridge.engines.protocol import EngineError
+from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.vllm_plugin import BACKEND, WORKER_EXTENSION
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 15.0
+TAIL_LINES = 12
+ERROR_LINES = 5
+# vLLM's parent processes end with "see root cause above": the line that names it is far from the end.
+NAMED_ERROR = re.compile(r"\b\w*(Error|Exception): ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmServerSettings:
+    """host: a loopback address. startup_timeout: seconds until the server answers `/health`.
+
+    max_model_len: prompt and completion together. max_num_seqs: requests decoded at a time.
+    dtype: of activations and unquantised weights.
+    kv_cache_gib: memory for keys and values; None lets vLLM take what is free, which on a shared CPU host fails.
+    enforce_eager: no compilation and no CUDA graphs; right on CPUs.
+    return_routed_experts: send expert choices (needs vLLM's model runner V2: a GPU, or triton-cpu).
+    cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15"); "auto" takes all.
+    extra_args, environment: added last.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    startup_timeout: float = 600.0
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    dtype: str = "bfloat16"
+    kv_cache_gib: float | None = None
+    enforce_eager: bool = True
+    return_routed_experts: bool = False
+    cpu_threads: str = "auto"
+    extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class VllmServer:
+    """One server at a time on one port, its output appended to `log`."""
+
+    def __init__(self, settings: VllmServerSettings, log: Path) -> None:
+        """Raises `EngineError` for a host that is not a loopback address."""
+        if settings.host != "localhost" and not _is_loopback(settings.host):
+            raise EngineError(
+                f"host: {settings.host!r} is not a loopback address. The server's development endpoints run code "
+                "for whoever reaches them: use 127.0.0.1, and run rollout workers on this host"
+            )
+        self.settings = settings
+        self.log = log
+        self.url = f"http://{settings.host}:{settings.port}"
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process (and process group) id, None before the first start."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, directory: Path, version: int) -> None:
+        """Load `directory`, wait until healthy, say which version it is.
+
+        Raises `EngineError` naming port, log and remedy if the port is taken, the server dies or takes longer
+        than `startup_timeout`; no process is left then.
+        """
+        if self.alive:
+            raise EngineError(f"vLLM at {self.url}: already runs (pid {self.pid}); stop it first")
+        self._check_port()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with self.log.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rollout_bridge.engines.vllm_launch",
+                *self.arguments(directory),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | self.environment(),
+                start_new_session=True,
+            )
+        try:
+            await self._wait_healthy(began)
+        except BaseException:
+            await self.stop()
+            raise
+        engine = VllmEngine(self.url)
+        try:
+            await engine.set_version(version)
+        finally:
+            await engine.close()
+        logger.info("vLLM at %s: version %d after %.0f s", self.url, version, time.monotonic() - began)
+
+    async def wait(self) -> int:
+        """The exit status, once the server has ended. Raises `EngineError` if none was started."""
+        if self._process is None:
+            raise EngineError(f"vLLM at {self.url}: was not started")
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the server and all its children: SIGTERM, then SIGKILL to the process group."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                logger.warning("vLLM at %s: still there %.0f s after SIGTERM", self.url, STOP_SECONDS)
+        await self._kill_group(process.pid)
+        await process.wait()
+
+    async def _kill_group(self, group: int) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
+        while True:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            if time.monotonic() > deadline:  # unreaped zombies keep a group; they hold neither port nor memory
+                logger.warning("vLLM at %s: process group %d outlives SIGKILL", self.url, group)
+                return
+            await asyncio.sleep(0.05)
+
+    def excerpt(self) -> str:
+        """Of what this start wrote to the log: the errors it names, first ones first, and the last lines."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines[:-TAIL_LINES] if NAMED_ERROR.search(line)]
+        return "\n".join([*errors[:ERROR_LINES], "...", *lines[-TAIL_LINES:]])
+
+    def arguments(self, directory: Path) -> list[str]:
+        """Command line of the API server."""
+        s = self.settings
+        arguments = [
+            f"--model={directory}",
+            "--served-model-name=policy",
+            f"--host={s.host}",
+            f"--port={s.port}",
+            f"--dtype={s.dtype}",
+            f"--max-model-len={s.max_model_len}",
+            f"--max-num-seqs={s.max_num_seqs}",
+            "--enable-scale-out",
+            "--logprobs-mode=processed_logprobs",
+            "--generation-config=vllm",
+            "--skip-tokenizer-init",
+            "--enable-prompt-tokens-details",
+            "--disable-uvicorn-access-log",
+            f"--weight-transfer-config={json.dumps({'backend': BACKEND})}",
+            f"--worker-extension-cls={WORKER_EXTENSION}",
+        ]
+        if s.enforce_eager:
+            arguments.append("--enforce-eager")
+        if s.return_routed_experts:
+            arguments.append("--enable-return-routed-experts")
+        if s.kv_cache_gib is not None:
+            arguments.append(f"--kv-cache-memory-bytes={int(s.kv_cache_gib * 2**30)}")
+        return [*arguments, *s.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": self.settings.cpu_threads,
+            "ROLLOUT_BRIDGE_PARENT": str(os.getpid()),
+            **self.settings.environment,
+        }
+
+    def _check_port(self) -> None:
+        s = self.settings
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((s.host, s.port))
+            except OSError as error:
+                raise EngineError(
+                    f"port {s.port} on {s.host} cannot be used for vLLM ({error.strerror}): another program listens "
+                    f"there, perhaps a server left over. End it (`ss -ltnp 'sport = :{s.port}'` shows it) or "
+                    "choose another port"
+                ) from error
+
+    async def _wait_healthy(self, began: float) -> None:
+        engine = VllmEngine(self.url, update_timeout=5.0)
+        process = self._process
+        assert process is not None
+        try:
+            while True:
+                if process.returncode is not None:
+                    raise EngineError(
+                        f"vLLM at {self.url}: ended with status {process.returncode} while starting. From "
+                        f"{self.log}:\n{self.excerpt()}"
+                    )
+                if time.monotonic() - began > self.settings.startup_timeout:
+                    raise EngineError(
+                        f"vLLM at {self.url}: not healthy after {self.settings.startup_timeout:.0f} s. Raise the "
+                        f"start-up timeout, or see the cause in {self.log}:\n{self.excerpt()}"
+                    )
+                try:
+                    await engine.version()
+                    return
+                except EngineError:  # not listening yet: the loop ends by exit or timeout
+                    await asyncio.sleep(0.25)
+        finally:
+            await engine.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+

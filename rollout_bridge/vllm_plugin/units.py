@@ -1,0 +1,48 @@
+"""Which tensors have to be loaded together.
+
+vLLM reloads a leaf module as a whole: it is put back on the meta device, filled, processed (packed, on CPU),
+and copied over the old one. A tensor left out leaves uninitialised memory, so a change of one Hugging Face
+tensor brings every tensor of the vLLM module it lands in: weight, scale and bias; q, k and v; gate and up;
+all routed experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def unit_of(name: str, packed: Mapping[str, Sequence[str]]) -> str:
+    """The vLLM leaf module that a Hugging Face tensor is loaded into.
+
+    packed: a model's `packed_modules_mapping`, e.g. {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    """
+    path = name.split(".")[:-1]
+    for position, part in enumerate(path):
+        if part == "experts" and position + 1 < len(path) and path[position + 1].isdigit():
+            return ".".join(path[: position + 1])
+    if path:
+        for merged, parts in packed.items():
+            if path[-1] in parts:
+                path[-1] = merged
+                break
+    return ".".join(path)
+
+
+def whole_units(
+    changed: Iterable[str], names: Iterable[str], packed: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Names to load for `changed`: with each, all of its unit, units kept together, in the order of `names`.
+
+    Raises `KeyError` if a changed tensor is not among `names`.
+    """
+    units: dict[str, list[str]] = {}
+    known = set()
+    for name in names:
+        known.add(name)
+        units.setdefault(unit_of(name, packed), []).append(name)
+    touched = set()
+    for name in changed:
+        if name not in known:
+            raise KeyError(f"tensor {name!r} changed but the mirror's index does not have it")
+        touched.add(unit_of(name, packed))
+    return tuple(name for unit, members in units.items() if unit in touched for name in members)
