@@ -9,13 +9,15 @@ import dataclasses
 class BatchRamp:
     """A batch size that grows from `start_tokens` to `end_tokens` over the first `ramp_tokens`, then stays.
 
-    GLM-4.5: 16M to 64M tokens over the first 500B (arXiv 2508.06471). A function of tokens seen, so a resumed run
-    takes the batches that an uninterrupted one takes; integer arithmetic, so it is exact at any size.
+    GLM-4.5: 16M to 64M tokens over the first 500B (arXiv 2508.06471). A function of tokens seen, so a
+    resumed run takes the batches that an uninterrupted one takes; integer arithmetic, so it is exact at any
+    size.
 
     Attributes:
       start_tokens, end_tokens: tokens of a batch at the start and from `ramp_tokens` on.
       ramp_tokens: tokens seen when the ramp is over; 0 for a constant batch of end_tokens.
-      microbatch_tokens: tokens of one microbatch over the whole mesh; batches are rounded to whole ones, halves up.
+      microbatch_tokens: tokens of one microbatch over the whole mesh; batches are rounded to whole ones,
+        halves up.
       increments: None for a straight line, or the number of equal steps up it is approximated by, from below.
     """
 
@@ -32,7 +34,9 @@ class BatchRamp:
         if self.ramp_tokens < 0:
             raise ValueError(f"batch_ramp.ramp_tokens: found {self.ramp_tokens}, expected 0 or more")
         if self.increments is not None and self.increments < 1:
-            raise ValueError(f"batch_ramp.increments: found {self.increments}, expected at least 1, or null for a line")
+            raise ValueError(
+                f"batch_ramp.increments: found {self.increments}, expected at least 1, or null for a line"
+            )
 
     def microbatches(self, tokens_seen: int) -> int:
         """Returns the number of microbatches, at least 1, of the step that follows `tokens_seen` tokens."""

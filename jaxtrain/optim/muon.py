@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxtrain.optim.newton_schulz import Algorithm, coefficients, orthogonalize
@@ -27,7 +27,8 @@ class MuonConfig:
       momentum: decay of the average of gradients. 0.95 in GLM-4.5 (arXiv 2508.06471).
       nesterov: orthogonalise the average looked one gradient ahead.
       newton_schulz_steps: iterations; 5 in GLM-4.5.
-      coefficients: a name in `newton_schulz.COEFFICIENTS`. GLM-4.5's are unpublished; "standard" is Moonlight's.
+      coefficients: a name in `newton_schulz.COEFFICIENTS`. GLM-4.5's are unpublished; "standard" is
+        Moonlight's.
       algorithm: order of computation; "gram" takes less arithmetic (see `newton_schulz.Algorithm`).
       update_rms: root mean square of an update at learning rate 1, for a matrix of full rank; 0.2 in GLM-4.5.
       weight_decay: decoupled, multiplied by the learning rate; 0.1 in GLM-4.5.
@@ -87,7 +88,7 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
     """Returns the transformation gradients -> orthogonal directions of root mean square `update_rms`.
 
     Trees are flat dicts with the keys of `layouts`. Directions point along the gradient (the caller subtracts
-    them), without weight decay. Sharded parameters must be updated under `jax.jit`, laid out as `layouts` says.
+    them), without weight decay. Sharded arrays must come laid out as `layouts` says.
 
     The momentum rule is that of torch.optim.Muon and Moonlight (arXiv 2502.16982); the scale,
     update_rms * sqrt(max(A, B)), is Moonlight's equation 4.
@@ -97,12 +98,10 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
     momentum_dtype = jnp.dtype(config.momentum_dtype)
     iteration_dtype = jnp.dtype(config.iteration_dtype)
 
-    def init(params: Mapping[str, Any]) -> MuonState:
+    def init(params: Any) -> MuonState:
         return MuonState({path: jnp.zeros_like(params[path], dtype=momentum_dtype) for path in layouts})
 
-    def update(
-        updates: Mapping[str, Array], state: MuonState, params: Any = None
-    ) -> tuple[dict[str, Array], MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
         beta = config.momentum
         momentum: dict[str, Array] = {}
@@ -130,7 +129,7 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
 class _Placement:
     """Mesh axes of a parameter: over rows, over columns, and over nothing (replicas). All larger than 1."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     row_axes: tuple[str, ...]
     column_axes: tuple[str, ...]
     replica_axes: tuple[str, ...]
@@ -157,10 +156,8 @@ class _Group:
         def local(*blocks: Array) -> tuple[Array, ...]:
             stacks = [_to_matrices(block, width) for block, width in zip(blocks, widths, strict=True)]
             x_Nab = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
-            if self.placement is None:
-                y_Nab = function(x_Nab)
-            else:
-                y_Nab = _on_owners(function, x_Nab, self.placement)
+            placement = self.placement
+            y_Nab = function(x_Nab) if placement is None else _on_owners(function, x_Nab, placement)
             ends = [sum(stack.shape[0] for stack in stacks[: i + 1]) for i in range(len(stacks))]
             pieces = jnp.split(y_Nab, ends[:-1])
             return tuple(
@@ -218,7 +215,11 @@ def _to_matrices(block: Float[Array, "... a b"], head_width: int | None) -> Floa
     *_, rows, columns = block.shape
     if head_width is None:
         return block.reshape(-1, rows, columns)
-    return block.reshape(-1, rows, columns // head_width, head_width).swapaxes(1, 2).reshape(-1, rows, head_width)
+    return (
+        block.reshape(-1, rows, columns // head_width, head_width)
+        .swapaxes(1, 2)
+        .reshape(-1, rows, head_width)
+    )
 
 
 def _from_matrices(
@@ -231,11 +232,11 @@ def _from_matrices(
 
 
 def _on_owners(function: Any, x_Nab: Float[Array, "N a b"], placement: _Placement) -> Float[Array, "N a b"]:
-    """Inside shard_map: gives each device whole matrices of its own, applies `function`, sends the blocks back.
+    """Inside shard_map: gives each device whole matrices of its own, applies `function`, sends blocks back.
 
     One all-to-all over the axes that cut the matrices on the way in, one on the way out, and an
-    all-gather over the axes that replicate them, whose devices share the work. Matrices are padded with zeros to
-    a multiple of the devices.
+    all-gather over the axes that replicate them, whose devices share the work. Matrices are padded with
+    zeros to a multiple of the devices.
     """
     block_axes = placement.row_axes + placement.column_axes
     row_blocks, column_blocks = placement.size(placement.row_axes), placement.size(placement.column_axes)
@@ -260,7 +261,7 @@ def _on_owners(function: Any, x_Nab: Float[Array, "N a b"], placement: _Placemen
 
 
 def layout_of(leaf: Any, *, head_width: int | None = None) -> MatrixLayout:
-    """Returns the layout of an array or ShapeDtypeStruct [..., A, B]; a sharding without a mesh is one device."""
+    """Returns the layout of an array or ShapeDtypeStruct [..., A, B]; without a NamedSharding, one device."""
     sharding = getattr(leaf, "sharding", None)
-    named = sharding if isinstance(sharding, NamedSharding) and isinstance(sharding.spec, PartitionSpec) else None
+    named = sharding if isinstance(sharding, NamedSharding) else None
     return MatrixLayout(tuple(leaf.shape), head_width, named)

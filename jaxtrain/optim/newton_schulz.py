@@ -49,7 +49,8 @@ class Algorithm(enum.StrEnum):
 
     `direct` iterates on the matrix; `gram` on its M x M Gram matrix, which takes fewer operations the
     more oblong the matrix is (and fewer for a square one from three steps on). `gram` squares the condition
-    number, so it always iterates in float32: singular values below about 3e-4 of the norm come out less exact.
+    number, so it always iterates in float32: singular values below about 3e-4 of the norm come out less
+    exact.
     """
 
     direct = "direct"
@@ -63,7 +64,9 @@ def coefficients(name: str, steps: int) -> tuple[Polynomial, ...]:
       ValueError: unknown name, or fewer than one step.
     """
     if name not in COEFFICIENTS:
-        raise ValueError(f"Newton-Schulz coefficients: found {name!r}, expected one of {sorted(COEFFICIENTS)}")
+        raise ValueError(
+            f"Newton-Schulz coefficients: found {name!r}, expected one of {sorted(COEFFICIENTS)}"
+        )
     if steps < 1:
         raise ValueError(f"Newton-Schulz steps: found {steps}, expected at least 1")
     listed = COEFFICIENTS[name]
@@ -89,8 +92,9 @@ def orthogonalize(
 ) -> Float[Array, "N A B"]:
     """Applies the polynomials to the singular values of each matrix, after dividing it by its Frobenius norm.
 
-    Returns matrices in `dtype`, the dtype of the products (sums are float32 on accelerators too). A zero matrix
-    stays zero. float32 means float32 on every platform, not the faster reduced forms of TF32 or BF16 passes.
+    Returns matrices in `dtype`, the dtype of the products (sums are float32 on accelerators too). A zero
+    matrix stays zero. float32 means float32 on every platform, not the faster reduced forms of TF32 or BF16
+    passes.
     Source: https://kellerjordan.github.io/posts/muon/.
     """
     dtype = jnp.dtype(dtype)

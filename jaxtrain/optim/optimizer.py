@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxtrain.optim.muon import MuonConfig, MuonState, layout_of, scale_by_muon
+from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
 
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -82,14 +82,14 @@ class Choice:
 
 
 class OptimizerState(NamedTuple):
-    """State of both methods, each by parameter path."""
+    """State of both methods, each by parameter path: a `MuonState` and an `optax.ScaleByAdamState`."""
 
-    muon: MuonState
-    adamw: optax.ScaleByAdamState
+    muon: optax.OptState
+    adamw: optax.OptState
 
 
 def select(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Choice]:
-    """Decides the method of every parameter from its path: rank says nothing, since biases are stacked by layer.
+    """Decides the method of every parameter from its path; not from its rank, since biases are stacked.
 
     Args:
       params: flat dict of path -> array or ShapeDtypeStruct.
@@ -104,8 +104,8 @@ def build(config: OptimizerConfig, params: Mapping[str, Any]) -> optax.GradientT
     """Returns the transformation of gradients to updates at learning rate 1, weight decay included.
 
     The step applies params + learning_rate * updates. `params` gives paths, shapes and shardings; only leaves
-    with a NamedSharding are treated as distributed. Gradients, parameters and updates are flat dicts of path ->
-    array; updates have the gradients' dtype, state is float32 except Muon's `momentum_dtype`.
+    with a NamedSharding are treated as distributed. Gradients, parameters and updates are flat dicts of path
+    -> array; updates have the gradients' dtype, state is float32 except Muon's `momentum_dtype`.
     """
     choices = select(config, params)
     layouts = {
@@ -120,18 +120,21 @@ def build(config: OptimizerConfig, params: Mapping[str, Any]) -> optax.GradientT
     def float32(tree: Mapping[str, Array]) -> dict[str, Array]:
         return {path: tree[path].astype(jnp.float32) for path in adamw_paths}
 
-    def init(params: Mapping[str, Any]) -> OptimizerState:
+    def init(params: Any) -> OptimizerState:
         zeros = {path: jnp.zeros_like(params[path], dtype=jnp.float32) for path in adamw_paths}
         return OptimizerState(muon.init(params), adam.init(zeros))
 
-    def update(
-        updates: Mapping[str, Array], state: OptimizerState, params: Mapping[str, Array] | None = None
-    ) -> tuple[dict[str, Array], OptimizerState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OptimizerState]:
         if params is None:
-            raise ValueError("optimizer.update: params is None; weight decay needs update(gradients, state, params)")
-        directions, muon_state = muon.update(updates, state.muon)
-        adam_directions, adam_state = adam.update(float32(updates), state.adamw)
-        directions = {**directions, **adam_directions}
+            raise ValueError(
+                "optimizer.update: params is None; weight decay needs update(gradients, state, params)"
+            )
+        by_method: list[Any] = [
+            muon.update(updates, state.muon),
+            adam.update(float32(updates), state.adamw),
+        ]
+        (muon_directions, muon_state), (adam_directions, adam_state) = by_method
+        directions: dict[str, Array] = {**muon_directions, **adam_directions}
         result = {}
         for path, gradient in updates.items():
             choice = choices[path]
@@ -155,15 +158,17 @@ def _choose(config: OptimizerConfig, path: str, leaf: Any) -> Choice:
             break
     if method is None:
         raise ValueError(
-            f"{path}: no rule says how to optimise it; expected .../kernel, .../experts/*, embedding, .../bias or "
-            "...norm. Name it so, or add it to optimizer.overrides"
+            f"{path}: no rule says how to optimise it; expected .../kernel, .../experts/*, embedding, "
+            ".../bias or ...norm. Name it so, or add it to optimizer.overrides"
         )
     shape = tuple(leaf.shape)
     if method is not Method.muon:
         decay = config.adamw.weight_decay if method is Method.adamw and is_matrix else 0.0
         return Choice(path, shape, method, decay, 0, None, reason)
     if len(shape) < 2:
-        raise ValueError(f"{path}: shape {shape} has no matrix for Muon; expected [..., in, out]. Use adamw for it")
+        raise ValueError(
+            f"{path}: shape {shape} has no matrix for Muon; expected [..., in, out]. Use adamw for it"
+        )
     layout = layout_of(leaf, head_width=_head_width(config.muon, path))
     return Choice(path, shape, method, config.muon.weight_decay, layout.count, layout.matrix, reason)
 

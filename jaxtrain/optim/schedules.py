@@ -1,9 +1,9 @@
 """Values as functions of tokens seen: learning rate, balance rate, loss weights.
 
-A schedule takes the number of tokens trained on before a step and gives the value for that step. With a Python
-int it is exact at every boundary and returns a float; with a traced scalar it returns a float32 array and is as
-exact as the scalar (float32 counts tokens exactly only up to 2^24), so the training loop evaluates schedules on
-the host and passes their values to the step.
+A schedule takes the number of tokens trained on before a step and gives the value for that step. With a
+Python int it is exact at every boundary and returns a float; with a traced scalar it returns a float32 array
+and is as exact as the scalar (float32 counts tokens exactly only up to 2^24), so the training loop evaluates
+schedules on the host and passes their values to the step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def linear(start: float, stop: float, *, start_tokens: int = 0, stop_tokens: int
       ValueError: stop_tokens before start_tokens.
     """
     return _joined(
-        [_flat(start), _line(start, stop, start_tokens, stop_tokens), _flat(stop)], [start_tokens, stop_tokens]
+        [_flat(start), _line(start, stop, start_tokens, stop_tokens), _flat(stop)],
+        [start_tokens, stop_tokens],
     )
 
 
@@ -90,12 +91,51 @@ def warmup_stable_decay(
     )
 
 
+def named(
+    kind: str,
+    *,
+    peak: float,
+    final: float = 0.0,
+    warmup_tokens: int = 0,
+    total_tokens: int | None = None,
+    decay_tokens: int | None = None,
+) -> Schedule:
+    """The learning rate that a configuration names: 0 to `peak` over the warmup, then by kind.
+
+    "constant" stays at `peak`; "linear" and "cosine" reach `final` at total_tokens; "wsd" stays at `peak` up to
+    decay_tokens before total_tokens, then falls in a line to `final`.
+
+    Raises:
+      ValueError: unknown kind, or a length missing that the kind needs.
+    """
+    kinds = ("constant", "linear", "cosine", "wsd")
+    if kind not in kinds:
+        raise ValueError(f"schedule kind: found {kind!r}, expected one of {kinds}")
+    if kind == "constant":
+        return linear(0.0, peak, stop_tokens=warmup_tokens)
+    if total_tokens is None or (kind == "wsd" and decay_tokens is None):
+        raise ValueError(
+            f"schedule {kind}: needs total_tokens, and wsd decay_tokens too; set them or use constant"
+        )
+    if kind == "cosine":
+        return warmup_cosine(peak=peak, end=final, warmup_tokens=warmup_tokens, end_tokens=total_tokens)
+    decay_start = warmup_tokens if kind == "linear" or decay_tokens is None else total_tokens - decay_tokens
+    return warmup_stable_decay(
+        peak=peak,
+        end=final,
+        warmup_tokens=warmup_tokens,
+        decay_start_tokens=decay_start,
+        end_tokens=total_tokens,
+    )
+
+
 def _flat(value: float) -> Schedule:
     return lambda tokens: float(value)
 
 
 def _line(start: float, stop: float, start_tokens: int, stop_tokens: int) -> Schedule:
-    return lambda tokens: start + (stop - start) * ((tokens - float(start_tokens)) / float(stop_tokens - start_tokens))
+    length = float(stop_tokens - start_tokens)
+    return lambda tokens: start + (stop - start) * ((tokens - float(start_tokens)) / length)
 
 
 def _is_number(tokens: Any) -> bool:
@@ -103,10 +143,11 @@ def _is_number(tokens: Any) -> bool:
 
 
 def _joined(pieces: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """pieces[i] holds before boundaries[i] and from boundaries[i - 1] on; a piece of no tokens is never used."""
+    """pieces[i] holds from boundaries[i - 1] on and before boundaries[i]; one of no tokens is never used."""
     if any(b < 0 for b in boundaries) or any(b < a for a, b in zip(boundaries, boundaries[1:], strict=False)):
         raise ValueError(
-            f"schedule: found boundaries {list(boundaries)} tokens, expected none negative and each at or after the last"
+            f"schedule: found boundaries {list(boundaries)} tokens, expected none negative and each at or "
+            "after the one before"
         )
     starts = [0, *boundaries]
     used = [
@@ -117,7 +158,9 @@ def _joined(pieces: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
     def schedule(tokens: Any) -> Any:
         if _is_number(tokens):
-            return float(next((piece for start, piece in reversed(used) if tokens >= start), used[0][1])(tokens))
+            return float(
+                next((piece for start, piece in reversed(used) if tokens >= start), used[0][1])(tokens)
+            )
         # As float32: a boundary of trillions does not fit the integers of a traced scalar.
         tokens = tokens.astype(jnp.float32)
         value = jnp.asarray(used[0][1](tokens), jnp.float32)

@@ -37,10 +37,10 @@ class Restored:
 class Checkpointer:
     """Orbax checkpoints of one run, one subdirectory a step.
 
-    A step's directory is written under a temporary name and renamed when every array and the data are in it, so a
-    process killed at any moment leaves the finished ones as they were. Arrays are stored by the path of the leaf,
-    not by the Python structure of the tree, and in the chunks of the mesh they were on; any other mesh can
-    restore them. All processes call every method, with the same arguments.
+    A step's directory is written under a temporary name and renamed when every array and the data are in it,
+    so a process killed at any moment leaves the finished ones as they were. Arrays are stored by the path of
+    the leaf, not by the Python structure of the tree, and any mesh can restore them. All processes call every
+    method, with the same arguments.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int, save_interval_steps: int) -> None:
@@ -67,9 +67,10 @@ class Checkpointer:
         )
 
     def save(self, step: int, arrays: Any, data: Mapping[str, Any], *, force: bool = False) -> bool:
-        """Starts a checkpoint and returns once the arrays are copied to the host: they may be donated from then on.
+        """Starts a checkpoint and returns once the arrays are copied to the host: they may be donated then.
 
-        It waits for the save before it, if that is still being written. An exception of that one is raised here.
+        It waits for the save before it, if that is still being written. An exception of that one is raised
+        here.
 
         Args:
           step: optimizer steps done.
@@ -78,7 +79,8 @@ class Checkpointer:
           force: take a step that is no multiple of the interval.
 
         Returns:
-          Whether a checkpoint was started: not between multiples of the interval, nor for a step that is there already.
+          Whether a checkpoint was started: not between multiples of the interval, nor for a step that is
+          there already.
 
         Raises:
           CheckpointError: a later step is there already, or leaves that cannot be stored.
@@ -91,8 +93,8 @@ class Checkpointer:
             return False
         if steps and step < steps[-1]:
             raise CheckpointError(
-                f"{self.directory}: cannot save step {step}, step {steps[-1]} is there already; restore that one, or "
-                "delete the later steps' directories if they are to be trained again"
+                f"{self.directory}: cannot save step {step}, step {steps[-1]} is there already; restore that "
+                "one, or delete the later steps' directories if they are to be trained again"
             )
         items = ocp.args.Composite(
             **{_ARRAYS: ocp.args.StandardSave(_by_path(arrays)), _DATA: ocp.args.JsonSave(dict(data))}
@@ -104,8 +106,8 @@ class Checkpointer:
 
         Args:
           step: which one; None for the newest.
-          like: a tree of arrays or ShapeDtypeStructs with the paths, shapes, dtypes and shardings to restore to.
-            jax leaves without a sharding come on the first local device, numpy leaves as numpy arrays.
+          like: a tree of arrays or ShapeDtypeStructs with the paths, shapes, dtypes and shardings to restore
+            to. jax leaves without a sharding come on the first local device, numpy leaves as numpy arrays.
 
         Raises:
           CheckpointError: no such step, leaves that differ from `like` in path, shape or dtype, or files that
@@ -147,7 +149,8 @@ class Checkpointer:
         steps = self.all_steps()
         if not steps:
             raise CheckpointError(
-                f"{self.directory}: found no finished checkpoint; check the directory, or start without restoring"
+                f"{self.directory}: found no finished checkpoint; check the directory, or start without "
+                "restoring"
             )
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.directory}: found no step {step}, expected one of {steps}")
@@ -168,14 +171,17 @@ class Checkpointer:
         if problems:
             listed = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
             raise CheckpointError(
-                f"{where}: {len(problems)} leaves are not those of this state; use the model and optimizer settings the "
-                "checkpoint was saved with, or another directory\n  " + "\n  ".join(listed)
+                f"{where}: {len(problems)} leaves are not those of this state; use the model and optimizer "
+                "settings the checkpoint was saved with, or another directory\n  " + "\n  ".join(listed)
             )
 
     def _unreadable(self, where: str, step: int, reason: str) -> str:
         others = [other for other in self.all_steps() if other != step]
         remedy = f"restore one of {others}" if others else "no other step is there to restore"
-        return f"{where}: could not be read: {reason}\n  Files are missing or damaged: {remedy}, and move {where} away"
+        return (
+            f"{where}: could not be read: {reason}\n"
+            f"  Files are missing or damaged: {remedy}, and move {where} away"
+        )
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _KEYS = ("phase", "step", "time")
 
 
 def flatten(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings, joining keys with "/"; arrays of one element become numbers, NaN and inf None.
+    """Flattens nested mappings, joining keys with "/". One-element arrays become numbers, NaN and inf None.
 
     Raises:
       TypeError: a value that is neither a scalar, a string, None nor a mapping.
@@ -40,16 +40,17 @@ def _scalar(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise TypeError(
-        f"metric {name}: found {type(value).__name__} {getattr(value, 'shape', '')}, expected a scalar, a string or "
-        "a mapping of them; reduce it before writing"
+        f"metric {name}: found {type(value).__name__} {getattr(value, 'shape', '')}, expected a scalar, a "
+        "string or a mapping of them; reduce it before writing"
     )
 
 
 class MetricsWriter:
     """Appends rows to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
 
-    Rows are never rewritten: after a restart from step k the rows of later steps are written again, and `read_metrics`
-    keeps the newer ones. A row is flushed before `write` returns, so a crash tears the last line at worst.
+    Rows are never rewritten: after a restart from step k the rows of later steps are written again, and
+    `read_metrics` keeps the newer ones. A row is flushed before `write` returns, so a crash tears the last
+    line at worst.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, restored_step: int | None = None) -> None:
@@ -136,7 +137,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _not_a_row(file: Path, number: int, line: bytes) -> str:
-    return f"{file}:{number}: found {line[:80]!r}, expected a JSON object; remove the line if the file was edited"
+    return f"{file}:{number}: found {line[:80]!r}, expected a JSON object; remove a line that was edited"
 
 
 def _drop_torn_line(file: Path) -> None:

@@ -18,7 +18,14 @@ GLM45 = BatchRamp(
 
 def test_glm45_ramp():
     """arXiv 2508.06471: 16M to 64M tokens over 500B, a straight line, then constant."""
-    at = {0: 16, 125 * BILLION: 28, 250 * BILLION: 40, 500 * BILLION - 1: 64, 500 * BILLION: 64, 23 * 10**12: 64}
+    at = {
+        0: 16,
+        125 * BILLION: 28,
+        250 * BILLION: 40,
+        500 * BILLION - 1: 64,
+        500 * BILLION: 64,
+        23 * 10**12: 64,
+    }
     assert {tokens: GLM45.microbatches(tokens) for tokens in at} == at
 
 
@@ -45,7 +52,11 @@ def test_at_least_one_microbatch():
 
 
 @given(
-    st.integers(1, 10**9), st.integers(1, 10**9), st.integers(0, 10**13), st.integers(1, 10**8), st.integers(0, 10**14)
+    st.integers(1, 10**9),
+    st.integers(1, 10**9),
+    st.integers(0, 10**13),
+    st.integers(1, 10**8),
+    st.integers(0, 10**14),
 )
 def test_equals_the_line_in_rational_arithmetic(start, end, ramp_tokens, microbatch, tokens):
     fraction = Fraction(min(tokens, ramp_tokens), ramp_tokens) if ramp_tokens else Fraction(1)
@@ -73,7 +84,8 @@ def test_a_resumed_run_takes_the_batches_of_an_uninterrupted_one():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("start_tokens", 0), ("microbatch_tokens", 0), ("ramp_tokens", -1), ("increments", 0)]
+    ("field", "value"),
+    [("start_tokens", 0), ("microbatch_tokens", 0), ("ramp_tokens", -1), ("increments", 0)],
 )
 def test_wrong_settings_name_the_field(field, value):
     settings = dict(start_tokens=4, end_tokens=8, ramp_tokens=10, microbatch_tokens=4)

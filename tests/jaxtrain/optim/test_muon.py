@@ -20,7 +20,10 @@ STEPS = 4
 
 def _gradients(shapes, steps=STEPS, seed=0):
     rng = np.random.default_rng(seed)
-    return [{p: jnp.asarray(rng.normal(size=s) * 1e-2, jnp.float32) for p, s in shapes.items()} for _ in range(steps)]
+    return [
+        {p: jnp.asarray(rng.normal(size=s) * 1e-2, jnp.float32) for p, s in shapes.items()}
+        for _ in range(steps)
+    ]
 
 
 def _run(config, gradients, layouts=None):
@@ -44,7 +47,12 @@ def test_equals_torch_muon_in_float32(monkeypatch, nesterov, shape):
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     parameter = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.Muon(
-        [parameter], lr=1.0, weight_decay=0.0, momentum=0.95, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+        [parameter],
+        lr=1.0,
+        weight_decay=0.0,
+        momentum=0.95,
+        nesterov=nesterov,
+        adjust_lr_fn="match_rms_adamw",
     )
     expected = []
     for gradient in gradients:
@@ -76,7 +84,9 @@ def test_equals_optax_muon_over_stacked_matrices():
 @pytest.mark.parametrize("algorithm", ["direct", "gram"])
 def test_update_rms_is_the_configured_one_for_every_shape(algorithm):
     """arXiv 2502.16982, equation 4: an orthogonal A x B matrix has root mean square sqrt(1 / max(A, B))."""
-    config = MuonConfig(algorithm=algorithm, coefficients="polar_express", newton_schulz_steps=8, update_rms=0.2)
+    config = MuonConfig(
+        algorithm=algorithm, coefficients="polar_express", newton_schulz_steps=8, update_rms=0.2
+    )
     found, _ = _run(config, _gradients({"w": (3, 8, 40), "v": (40, 8), "s": (20, 20)}, steps=1))
     for direction in found[0].values():
         rms = jnp.sqrt(jnp.mean(jnp.square(direction), axis=(-2, -1)))
@@ -154,7 +164,9 @@ def _collectives(config, gradients):
     transform = scale_by_muon(config, {p: layout_of(g) for p, g in gradients.items()})
     state = transform.init(gradients)
     text = jax.jit(transform.update).lower(gradients, state).compile().as_text()
-    kinds = re.findall(r"= \S.*? (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)\(", text)
+    kinds = re.findall(
+        r"= \S.*? (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)\(", text
+    )
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
@@ -177,7 +189,9 @@ def test_heads_are_split_where_they_are(mesh):
     expected, _ = _run(MuonConfig(), [{"q": value}], {"q": layout_of(value, head_width=4)})
     found, _ = _run(MuonConfig(), [{"q": sharded}], {"q": layout_of(sharded, head_width=4)})
     np.testing.assert_allclose(found[0]["q"], expected[0]["q"], atol=1e-5)
-    with pytest.raises(ValueError, match=r"a device's 4 columns .* are not whole heads of 8; shard the heads over"):
+    with pytest.raises(
+        ValueError, match=r"a device's 4 columns .* are not whole heads of 8; shard the heads over"
+    ):
         scale_by_muon(MuonConfig(), {"q": layout_of(sharded, head_width=8)})
 
 

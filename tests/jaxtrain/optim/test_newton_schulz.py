@@ -45,7 +45,9 @@ def test_small_singular_values_stay_bounded(algorithm):
 
 def test_equals_optax():
     matrix = jax.random.normal(jax.random.key(1), (12, 20))
-    expected = optax.contrib._muon.orthogonalize_via_newton_schulz(matrix, jnp.asarray((3.4445, -4.775, 2.0315)))
+    expected = optax.contrib._muon.orthogonalize_via_newton_schulz(
+        matrix, jnp.asarray((3.4445, -4.775, 2.0315))
+    )
     found = orthogonalize(matrix[None], coefficients("standard", 5))[0]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -76,7 +78,9 @@ def test_bfloat16_iterates_in_bfloat16():
     matrices = jax.random.normal(jax.random.key(2), (2, 16, 24))
     found = orthogonalize(matrices, coefficients("standard", 5), dtype=jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.astype(jnp.float32), _oracle(matrices, coefficients("standard", 5)), atol=0.05)
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), _oracle(matrices, coefficients("standard", 5)), atol=0.05
+    )
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -91,7 +95,7 @@ def test_counts_the_operations_of_the_products_that_are_traced(algorithm, rows, 
 
 
 def _dot_operations(jaxpr):
-    """Yields operations in each platform's branch: 2 * output size * contracted size per product."""
+    """Returns operations in each platform's branch: 2 * output size * contracted size per product."""
 
     def total(jaxpr):
         operations = 0
@@ -107,8 +111,7 @@ def _dot_operations(jaxpr):
         return operations
 
     branches = [e.params["branches"] for e in jaxpr.eqns if e.primitive.name == "cond"]
-    for inner in [total(branch.jaxpr) for found in branches for branch in found] or [total(jaxpr)]:
-        yield inner
+    return [total(branch.jaxpr) for found in branches for branch in found] or [total(jaxpr)]
 
 
 def test_wrong_settings_are_refused():

@@ -11,7 +11,8 @@ import pytest
 from jaxtrain.optim.muon import MuonConfig
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build, select
 
-# A GLM-4.5 in small: 2 dense and 3 MoE layers, hidden 8, 4 heads of 4, 2 KV heads, 5 experts; float32 structs.
+# A GLM-4.5 in small: 2 dense and 3 MoE layers, hidden 8, 4 heads of 4, 2 KV heads, 5 experts; float32
+# structs.
 SHAPES = {
     "embedding": (32, 8),
     "final_norm": (8,),
@@ -53,15 +54,22 @@ def test_glm45_rule():
     choices = select(OptimizerConfig(), STRUCTS)
     assert {path for path, choice in choices.items() if choice.method is Method.adamw} == ADAMW
     assert choices["moe/mlp/router/correction_bias"].method is Method.frozen
-    assert all(c.method is Method.muon for p, c in choices.items() if p not in ADAMW and "correction" not in p)
-    assert (choices["moe/mlp/experts/gate_proj"].matrices, choices["moe/mlp/experts/gate_proj"].matrix) == (15, (8, 6))
+    assert all(
+        c.method is Method.muon for p, c in choices.items() if p not in ADAMW and "correction" not in p
+    )
+    assert (choices["moe/mlp/experts/gate_proj"].matrices, choices["moe/mlp/experts/gate_proj"].matrix) == (
+        15,
+        (8, 6),
+    )
     assert choices["dense/attention/q_proj/bias"].reason == "bias"
     decayed = {path for path, choice in choices.items() if choice.weight_decay}
     assert decayed == set(SHAPES) - ADAMW - {"moe/mlp/router/correction_bias"} | {"embedding"}
 
 
 def test_options_and_overrides():
-    config = OptimizerConfig(lm_head=Method.adamw, overrides={"*/router/kernel": Method.adamw, "mtp/*": Method.frozen})
+    config = OptimizerConfig(
+        lm_head=Method.adamw, overrides={"*/router/kernel": Method.adamw, "mtp/*": Method.frozen}
+    )
     choices = select(config, STRUCTS)
     assert choices["lm_head/kernel"].method is Method.adamw
     assert choices["moe/mlp/router/kernel"].reason == "override */router/kernel"
@@ -70,7 +78,10 @@ def test_options_and_overrides():
     everything = select(OptimizerConfig(matrices=Method.adamw, lm_head=Method.adamw), STRUCTS)
     assert {choice.method for choice in everything.values()} == {Method.adamw, Method.frozen}
     heads = select(OptimizerConfig(muon=MuonConfig(split_heads=4)), STRUCTS)
-    assert (heads["dense/attention/q_proj/kernel"].matrices, heads["dense/attention/q_proj/kernel"].matrix) == (8, (8, 4))
+    assert (
+        heads["dense/attention/q_proj/kernel"].matrices,
+        heads["dense/attention/q_proj/kernel"].matrix,
+    ) == (8, (8, 4))
     assert heads["dense/attention/o_proj/kernel"].matrix == (16, 8)
 
 
@@ -87,7 +98,12 @@ def test_excepted_parameters_get_adamw_of_optax_at_learning_rate_1():
     params = _values(0)
     optimizer = build(config, params)
     reference = optax.adamw(
-        1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=lambda tree: {p: p == "embedding" for p in tree}
+        1.0,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        mask=lambda tree: {p: p == "embedding" for p in tree},
     )
     some = {path: params[path] for path in ADAMW}
     state, reference_state = optimizer.init(params), reference.init(some)
@@ -102,7 +118,7 @@ def test_excepted_parameters_get_adamw_of_optax_at_learning_rate_1():
 
 
 def test_muon_parameters_get_optax_muon_at_learning_rate_1_with_decay():
-    """In the first step optax's bias correction scales both Nesterov terms alike, which the iteration removes."""
+    """In the first step optax's bias correction only scales what is orthogonalised, which changes nothing."""
     path = "moe/mlp/experts/gate_proj"
     params, gradients = _values(0, [path]), _values(1, [path])
     dimensions = {path: optax.contrib.MuonDimensionNumbers(2, 3)}
@@ -125,6 +141,8 @@ def test_state_is_flat_by_path_and_updates_keep_the_gradients_dtype():
     gradients = {path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape in SHAPES.items()}
     updates, new_state = jax.eval_shape(optimizer.update, gradients, state, STRUCTS)
     assert {leaf.dtype.name for leaf in updates.values()} == {"bfloat16"}
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), new_state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new_state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
     with pytest.raises(ValueError, match="params is None"):
         optimizer.update(gradients, state)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.optim.schedules import constant, linear, piecewise, warmup_cosine, warmup_stable_decay
+from jaxtrain.optim.schedules import constant, linear, named, piecewise, warmup_cosine, warmup_stable_decay
 
 TRILLION = 10**12
 
@@ -107,3 +107,20 @@ def test_wrong_boundaries_are_refused():
         warmup_cosine(peak=1.0, end=0.0, warmup_tokens=10, end_tokens=5)
     with pytest.raises(ValueError, match="found 2 values and 2 boundaries, expected one more value"):
         piecewise([1.0, 2.0], [1, 2])
+
+
+def test_kinds_by_name():
+    """Worked by hand: warmup 10 to a peak of 1, total 110, final 0.2, wsd's decay the last 20."""
+    settings = dict(peak=1.0, final=0.2, warmup_tokens=10, total_tokens=110)
+    at = (0, 5, 10, 60, 90, 100, 110, 120)
+    assert [named("constant", peak=1.0, warmup_tokens=10)(t) for t in at] == [0, 0.5, 1, 1, 1, 1, 1, 1]
+    expected = [0, 0.5, 1, 0.6, 0.36, 0.28, 0.2, 0.2]
+    assert [named("linear", **settings)(t) for t in at] == pytest.approx(expected)
+    assert [named("wsd", **settings, decay_tokens=20)(t) for t in at] == pytest.approx(
+        [0, 0.5, 1, 1, 1, 0.6, 0.2, 0.2]
+    )
+    assert [named("cosine", **settings)(t) for t in (10, 60, 110)] == pytest.approx([1, 0.6, 0.2])
+    with pytest.raises(ValueError, match="found 'step', expected one of"):
+        named("step", peak=1.0)
+    with pytest.raises(ValueError, match="schedule wsd: needs total_tokens, and wsd decay_tokens too"):
+        named("wsd", peak=1.0, total_tokens=100)

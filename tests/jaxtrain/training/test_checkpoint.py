@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.optim.optimizer import OptimizerConfig, build
-from jaxtrain.training.checkpoint import CheckpointError, Checkpointer
+from jaxtrain.training.checkpoint import Checkpointer, CheckpointError
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +31,10 @@ def checkpointer(tmp_path):
 
 def _tree(seed: float):
     return {
-        "params": {"moe/mlp/router/kernel": jnp.full((2, 8, 4), float(seed)), "final_norm": jnp.full((8,), seed, jnp.bfloat16)},
+        "params": {
+            "moe/mlp/router/kernel": jnp.full((2, 8, 4), float(seed)),
+            "final_norm": jnp.full((8,), seed, jnp.bfloat16),
+        },
         "count": jnp.asarray(int(seed)),
         "keys": np.full((2,), int(seed), np.uint32),
     }
@@ -109,7 +112,9 @@ def test_restores_onto_another_mesh(checkpointer, saved, wanted):
 
 
 def test_nothing_to_restore(checkpointer):
-    with pytest.raises(CheckpointError, match=r"checkpoints: found no finished checkpoint.*start without restoring"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints: found no finished checkpoint.*start without restoring"
+    ):
         checkpointer.restore(None, _tree(0))
     checkpointer.save(10, _tree(10), {})
     checkpointer.wait()
@@ -150,7 +155,9 @@ def test_a_damaged_checkpoint_says_what_to_restore_instead(checkpointer, damage)
         shutil.rmtree(arrays)
     else:
         (arrays / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/20: could not be read.*restore one of \[10\]"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)checkpoints/20: could not be read.*restore one of \[10\]"
+    ):
         checkpointer.restore(None, {"x": jnp.zeros(4096)})
     assert checkpointer.restore(10, {"x": jnp.zeros(4096)}).data == {"step": 10}
 
@@ -182,7 +189,7 @@ checkpointer.wait()
 
 
 def test_killed_while_saving_leaves_the_checkpoint_before_it(tmp_path):
-    """The process dies where the finished files would get their final name, the last moment before the commit."""
+    """The process dies where the finished files would get their final name, just before the commit."""
     directory = tmp_path / "checkpoints"
     process = subprocess.run(
         [sys.executable, "-c", KILLED, str(directory)],

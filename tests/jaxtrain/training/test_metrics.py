@@ -18,7 +18,9 @@ def _values(rows, name):
 
 def test_rows_are_flat_json_with_null_for_what_is_not_finite(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        writer.write(3, {"loss": {"next_token": jnp.float32(1.5), "mtp": float("nan")}, "norm": np.float64("inf")})
+        writer.write(
+            3, {"loss": {"next_token": jnp.float32(1.5), "mtp": float("nan")}, "norm": np.float64("inf")}
+        )
         writer.write(3, {"reward": True, "note": "held out", "skipped": None, "n": np.int64(4)}, phase="eval")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(line.pop("time") > 1.7e9 for line in lines)
@@ -65,7 +67,7 @@ def test_a_torn_last_line_is_left_out_and_the_next_start_goes_on(tmp_path):
 def test_a_damaged_line_is_named(tmp_path, line):
     file = tmp_path / "metrics.jsonl"
     file.write_text(f'{line}\n{{"phase": "train", "step": 1}}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: found .* expected a JSON object; remove the line"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: found .* expected a JSON object; remove a line"):
         read_metrics(file)
 
 
@@ -92,6 +94,9 @@ def _events(data: bytes):
 def test_what_is_no_scalar_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"metric router/load: found ndarray \(4,\).*reduce it"):
         flatten({"router": {"load": np.ones(4)}})
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"\['step'\] are the row's own keys"):
+    with (
+        MetricsWriter(tmp_path) as writer,
+        pytest.raises(ValueError, match=r"\['step'\] are the row's own keys"),
+    ):
         writer.write(1, {"step": 4})
     assert read_metrics(tmp_path) == []
