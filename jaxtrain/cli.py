@@ -14,6 +14,7 @@ from jaxtrain.commands.train import train
 app = typer.Typer(
     name="jaxtrain",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

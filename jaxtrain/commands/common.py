@@ -22,13 +22,15 @@ ConfigPath = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--name", "-n", help="Name of the run; it lives in runs/NAME. [default: the config's]"),
+    typer.Option(
+        "--name", "-n", help="Name of the run; it lives in runs/NAME. (default: the one in the config)"
+    ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Only check the config, then stop.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FIELD=VALUE]...",
+        metavar="FIELD=VALUE",
         help="Fields to change, e.g. rl.steps=30 rollouts.engine=vllm.",
         show_default=False,
     ),

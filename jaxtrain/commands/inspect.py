@@ -13,20 +13,25 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
     experiment = load(config, name, overrides)
     from pydantic_core import PydanticUndefined
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    from jaxtrain.config.errors import dotted, walk_fields
+    from jaxtrain.config.errors import dotted, section_of, walk_fields
     from jaxtrain.config.schema import as_plain
 
     table = Table(
-        "", "field", "value", "reason for the default, or meaning", title=str(config), title_justify="left"
+        "",
+        Column("field", no_wrap=True),
+        "value",
+        "reason for the default, or meaning",
+        title=str(config),
+        title_justify="left",
     )
     values = as_plain(experiment)
     for path, field in walk_fields(type(experiment)):
         value = values
         for part in path:
             value = value[part]
-        if hasattr(field.annotation, "model_fields"):
+        if section_of(field) is not None:
             continue
         default = field.get_default(call_default_factory=True)
         changed = default is not PydanticUndefined and value != default

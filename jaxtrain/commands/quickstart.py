@@ -35,7 +35,7 @@ def quickstart(
     from jaxtrain.commands.environment import environment_of
     from jaxtrain.config.errors import ConfigError
 
-    environment_of(experiment)
+    environment_of(experiment, source=config)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return

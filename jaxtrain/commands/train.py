@@ -34,7 +34,7 @@ def train(
     from jaxtrain.config.errors import ConfigError
     from jaxtrain.config.resume import claim_run
 
-    environment_of(experiment)
+    environment_of(experiment, source=config)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return

@@ -72,7 +72,7 @@ def _message(
         meaning = f" ({field.description})" if field is not None and field.description else ""
         return f"missing; a value is required{meaning}"
     if kind == "literal_error" and field is not None:
-        return f"{_shown(value)} is not one of {', '.join(map(str, _choices(field.annotation)))}"
+        return f"{_shown(value)} is not one of {', '.join(map(str, typing.get_args(field.annotation)))}"
     if kind == "string_pattern_mismatch":
         return f"{_shown(value)} does not match {context['pattern']}"
     if field is not None and kind in {
@@ -124,10 +124,6 @@ def _bounds(field: FieldInfo) -> Iterator[Any]:
             yield from getattr(extra, "metadata", [extra])
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    return typing.get_args(annotation)
-
-
 def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
     """Follow a pydantic location through sections; tags that pydantic adds for unions are left out."""
     path: list[str | int] = []
@@ -136,29 +132,21 @@ def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
     for part in loc:
         if current is None:
             # Inside a plain dict or list: one key or index, then only union tags.
-            if len(path) < len(loc) and isinstance(field, FieldInfo) and _is_container(field.annotation):
+            if field is not None and typing.get_origin(field.annotation) in (dict, list):
                 path.append(part)
-            return tuple(path), field
+            break
         path.append(part)
         field = current.model_fields.get(str(part))
-        annotation = field.annotation if field is not None else None
-        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
-        current = annotation if is_section else None
+        current = section_of(field) if field is not None else None
         if field is None:
             break
     return tuple(path), field
 
 
-def _is_container(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (dict, list)
-
-
 def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Section]]) -> str:
     parent: type[Section] = model
     for part in path[:-1]:
-        annotation = parent.model_fields[str(part)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            parent = annotation
+        parent = section_of(parent.model_fields[str(part)]) or parent
     key, allowed = str(path[-1]), list(parent.model_fields)
     readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
     if readers:
@@ -172,9 +160,18 @@ def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Sec
     return f"unknown key; allowed here: {', '.join(allowed)}"
 
 
-def walk_fields(model: type[Section], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section a field holds, None if it holds a value."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def walk_fields(
+    model: type[Section], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Every field of a section and of the sections in it, depth first, with its path."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from walk_fields(field.annotation, (*prefix, name))
+        inner = section_of(field)
+        if inner is not None:
+            yield from walk_fields(inner, (*prefix, name))

@@ -171,7 +171,7 @@ class IciAxes(MeshAxes):
 class DcnAxes(MeshAxes):
     """Between slices or hosts: slow links."""
 
-    data: int = setting(-1, "replicate across slow links: one gradient sum a step crosses them")
+    data: int = setting(1, "a single slice; with several, replicate: one gradient sum a step crosses them")
 
 
 class MeshSection(Section):

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from jaxtrain.config.errors import ConfigError, dotted, walk_fields
+from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, as_plain
 
@@ -53,13 +53,12 @@ def differences(saved: Config, given: Config) -> list[tuple[str, Any, Any]]:
         before, after = _at(old, path), _at(new, path)
         extra = field.json_schema_extra
         resumable = isinstance(extra, dict) and bool(extra.get("resumable"))
-        is_section = isinstance(after, dict) and hasattr(field.annotation, "model_fields")
-        if before != after and not resumable and not is_section and path != ("model", "preset"):
+        if before != after and not resumable and section_of(field) is None and path != ("model", "preset"):
             found.append((dotted(path), before, after))
     return found
 
 
-def _at(values: dict[str, Any], path: tuple[str | int, ...]) -> Any:
+def _at(values: dict[str, Any], path: tuple[str, ...]) -> Any:
     value: Any = values
     for part in path:
         value = value[part]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
 from jaxtrain.config.resume import claim_run
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.quickstart.child import Child
+from jaxtrain.quickstart.child import Child, ChildSpec
 from jaxtrain.quickstart.compose import compose
 from jaxtrain.quickstart.progress import ProgressReader
 from jaxtrain.quickstart.report import print_summary, write_report
@@ -19,11 +21,13 @@ from jaxtrain.quickstart.timeline import recorded
 from jaxtrain.quickstart.view import live_view
 from rollout_bridge.store import Store
 
+Compose = Callable[[AsyncGrpoConfig, Path], list[ChildSpec]]
+
 RESUME = "run the same command again: it resumes"
 LOG_LINES = 15
 
 
-def run(config: AsyncGrpoConfig) -> int:
+def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
     """Bring the run to its end. Returns the exit status: 0 finished, 1 failed, 128 + signal when stopped.
 
     Raises `ConfigError` (the run was started with other settings), `StoreError`, `TakeoverError`.
@@ -44,7 +48,7 @@ def run(config: AsyncGrpoConfig) -> int:
         reader = ProgressReader(run_dir, config)
         with recorded(run_dir), live_view(reader.read, name=config.name, console=console) as tick:
             outcome = supervise(
-                compose(config, run_dir),
+                processes(config, run_dir),
                 run_dir=run_dir,
                 stop_timeout_s=config.processes.stop_timeout_s,
                 on_tick=tick,

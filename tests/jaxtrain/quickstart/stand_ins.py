@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from jaxtrain.quickstart.child import ChildSpec
 from jaxtrain.quickstart.supervisor import supervise
 from jaxtrain.quickstart.takeover import owned
@@ -40,6 +42,14 @@ run = pathlib.Path(sys.argv[1])
 (run / f"{sys.argv[2]}.ready").touch()
 time.sleep(120)
 """
+
+
+def gone(pid: int) -> bool:
+    """No such process, or only its exit status is left."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def spec(name: str, run_dir: Path, program: str) -> ChildSpec:

@@ -9,19 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jaxtrain.quickstart.supervisor import read_processes, supervise, write_processes
 from jaxtrain.quickstart.takeover import owned, stop_survivors
-from tests.jaxtrain.quickstart.stand_ins import OBEDIENT, PARENT, STUBBORN, spec, wait_until
+from tests.jaxtrain.quickstart.stand_ins import OBEDIENT, PARENT, STUBBORN, gone, spec, wait_until
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 20.0
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def when_ready(run: Path, name: str, action: str) -> str:

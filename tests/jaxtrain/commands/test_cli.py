@@ -1,0 +1,98 @@
+"""The command line: help for everyone, refusals with a status, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxtrain.cli import app
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+COMMANDS = ["quickstart", "train", "rollout", "serve", "report", "inspect"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_lists_every_command_with_what_it_does() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "New here? Run: jaxtrain quickstart" in result.output
+    assert all(f"│ {command}" in result.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_its_options(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "The experiment, a YAML file." in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_config_starts_nothing(command: str) -> None:
+    result = run(command, "--config", QUICKSTART, "rl.steps=many")
+    assert result.exit_code == 2
+    assert result.stderr == "command line: rl.steps: 'many' is not a whole number in [0, inf)\n"
+
+
+def test_check_says_what_would_run(tmp_path: Path) -> None:
+    result = run("train", "--config", QUICKSTART, "--check", "--name", "mine", f"runs_dir={tmp_path}")
+    assert result.exit_code == 0
+    assert result.stdout == f"{QUICKSTART}: ok (async_grpo, run 'mine' in {tmp_path}/mine)\n"
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("environment.task=spel_backward", "dataset 'spel_backward' is unknown; known ones:"),
+        ("environment.name=gym", "environment 'gym' is unknown; known ones: reasoning_gym"),
+        ("environment.options.colour=red", "'colour'"),
+    ],
+)
+def test_an_environment_that_does_not_exist_is_refused_by_check(override: str, problem: str) -> None:
+    result = run("train", "--config", QUICKSTART, "--check", override)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{QUICKSTART}: environment: ")
+    assert problem in result.stderr
+
+
+def test_inspect_shows_values_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    result = run("inspect", "--config", QUICKSTART, "trajectories.max_lag=3")
+    [line] = [text for text in result.stdout.splitlines() if "trajectories.max_lag" in text]
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "*",
+        "trajectories.max_lag",
+        "3",
+        "versions a token may be behind; staler tokens are masked",
+    ]
+
+
+def test_a_report_of_a_run_that_is_not_there(tmp_path: Path) -> None:
+    result = run("report", "--config", QUICKSTART, f"runs_dir={tmp_path}")
+    assert result.exit_code == 1
+    assert f"{tmp_path}/quickstart: no such run." in result.stderr
+
+
+def test_help_and_refusals_load_no_numerical_library() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from jaxtrain.cli import app; run = CliRunner().invoke;"
+        "codes = [run(app, ['--help']).exit_code, run(app, ['train', '-c', sys.argv[1], 'x=1']).exit_code];"
+        "print(codes, [m for m in ('jax', 'numpy', 'transformers', 'torch') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, QUICKSTART],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == "[0, 2] []"
