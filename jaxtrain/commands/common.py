@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WRONG_CONFIG = 2  # exit status: nothing was started
 FAILED = 1
+STOPPED = 130  # by Ctrl-C or SIGTERM, with everything saved
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", help="The experiment, a YAML file. See configs/.", show_default=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jaxtrain.commands.common import (
+    STOPPED,
     WRONG_CONFIG,
     Check,
     ConfigPath,
@@ -47,7 +46,13 @@ def train(
 
     from importlib import import_module
 
+    from jaxtrain.training.context import Stopped, TooManyNonFinite
     from rollout_bridge.store import StoreError
+    from rollout_bridge.weights.commit import Superseded
+    from rollout_bridge.weights.run import RunError
 
-    with naming(StoreError):
-        import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, Path(run_dir))
+    try:
+        with naming(StoreError, RunError, Superseded, TooManyNonFinite):
+            import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir)
+    except Stopped as stopped:
+        fail(str(stopped), status=STOPPED)

@@ -4,8 +4,8 @@ Where each number is from:
     reward_before, reward_after     evaluations/*/result.json at the lowest and the highest version evaluated
     versions_published              weights/latest
     delta_*, full_bytes_bf16        manifests of the versions still stored
-    lag_*, update_rms_mean, train_* metrics.jsonl, RL steps
-    trajectories, generate_*        the trajectory log and the plans
+    update_rms_mean, train_*        metrics.jsonl, RL steps
+    trajectories, lag_*, generate_* the trajectory log and the plans
     update_pause_*, tensors_*       acknowledgements of the sync agents
     restarts                        incarnations after the first
 """
@@ -21,6 +21,7 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.timeline import recorded_seconds
 from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.store import Store
+from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.weights.chain import read_latest, read_manifest
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion, Kind, Manifest
 from rollout_bridge.weights.run import load as load_run
@@ -50,8 +51,6 @@ def summarize(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
         "finished": finished(config, store),
         **_rewards(store),
         **_versions(store),
-        "lag_mean": _weighted(rl, "lag_mean"),
-        "lag_max": max(_values(rl, "lag_max"), default=None),
         **_trajectories(store, rl),
         "update_rms_mean": _mean(_values(rl, "update_rms")),
         **_agents(store),
@@ -110,18 +109,23 @@ def _agents(store: Store) -> dict[str, Any]:
 
 
 def _trajectories(store: Store, rl: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    from rollout_bridge.trajectories.accounting import count
-
-    counted = count(store)
+    counts = count(store)
     span = rl[-1]["time"] - rl[0]["time"] if len(rl) > 1 else 0.0
     return {
         "trajectories": {
-            "written": counted.written,
-            "trained": counted.trained,
-            "pending": counted.pending,
-            "dropped": dict(counted.dropped),
+            "written": counts.written,
+            "trained": counts.trained,
+            "pending": counts.pending,
+            "dropped": counts.dropped,
+            "slots": counts.slots,
+            "twice": counts.twice,
+            "missing": counts.missing,
+            "adds_up": counts.adds_up,
+            "spans_crossing": counts.spans_crossing,
         },
-        "generate_tokens_per_s": counted.generated_tokens / span if span > 0 else None,
+        "lag_mean": counts.lag_mean if counts.trained_tokens else None,
+        "lag_max": counts.lag_max if counts.trained_tokens else None,
+        "generate_tokens_per_s": counts.generated_tokens / span if span > 0 else None,
     }
 
 
@@ -139,13 +143,6 @@ def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _weighted(rows: Sequence[dict[str, Any]], key: str) -> float | None:
-    """Mean over trained tokens of a per-token mean."""
-    pairs = [(row[key], row["tokens"]) for row in rows if row.get(key) is not None and row.get("tokens")]
-    weight = sum(tokens for _, tokens in pairs)
-    return sum(value * tokens for value, tokens in pairs) / weight if weight else None
 
 
 def _rate(rows: Sequence[dict[str, Any]], seconds: str) -> float | None:
