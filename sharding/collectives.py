@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharding.errors import ShardingError
-from sharding.hlo import Instruction, instructions
+from sharding.hlo import Instruction, instructions, num_partitions
 from sharding.inspect import size, table
 
 
@@ -37,6 +37,8 @@ class Collective:
       wire_bytes: bytes a device sends in an execution by a ring algorithm: (n-1)/n of the payload, twice
         that for an all-reduce, all of it for a permute or a broadcast. A model, not a measurement.
       executions: times a run of the program performs it, None inside a loop of unknown length.
+      across_slices: True where it leaves a TPU slice for the data-centre network. A collective over both is
+        two: one inside the slices and one across.
       name, source: the instruction, and the jax operation it came from where the compiler kept it.
     """
 
@@ -49,6 +51,7 @@ class Collective:
     executions: int | None
     name: str
     source: str
+    across_slices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Total:
     """Collectives of one kind over the same axes.
 
     Attributes:
-      kind, axes: what they share.
+      kind, axes, across_slices: what they share.
       count: instructions in the program.
       executions: performed in one run; a loop of unknown length counts once.
       bytes, wire_bytes: of all executions, a device.
@@ -65,6 +68,7 @@ class Total:
 
     kind: str
     axes: tuple[str, ...]
+    across_slices: bool
     count: int
     executions: int
     bytes: int
@@ -84,25 +88,29 @@ def collectives(program: Any, mesh: Mesh | None = None) -> tuple[Collective, ...
     """
     mesh = mesh if mesh is not None else _mesh_of(program)
     text = program if isinstance(program, str) else program.as_text()
-    return tuple(_named(found, mesh) for found in instructions(text, num_devices=mesh.size))
+    found = instructions(text)
+    positions, slices = _positions(mesh, num_partitions(text)) if found else ([], [])
+    return tuple(_named(one, mesh, slices if one.across_slices else positions) for one in found)
 
 
 def totals(found: Iterable[Collective]) -> tuple[Total, ...]:
     """Sums by kind and axes, the most bytes on the wire first."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
     for collective in found:
-        groups.setdefault((collective.kind, collective.axes), []).append(collective)
+        key = (collective.kind, collective.axes, collective.across_slices)
+        groups.setdefault(key, []).append(collective)
     sums = [
         Total(
             kind,
             axes,
+            across_slices,
             count=len(members),
             executions=sum(_at_least_once(c) for c in members),
             bytes=sum(c.bytes * _at_least_once(c) for c in members),
             wire_bytes=sum(c.wire_bytes * _at_least_once(c) for c in members),
             complete=all(c.executions is not None for c in members),
         )
-        for (kind, axes), members in groups.items()
+        for (kind, axes, across_slices), members in groups.items()
     ]
     return tuple(sorted(sums, key=lambda total: (-total.wire_bytes, total.kind, total.axes)))
 
@@ -112,7 +120,7 @@ def report(found: Iterable[Collective]) -> str:
     rows: list[tuple[str, ...]] = [("kind", "axes", "count", "runs", "payload", "on the wire")]
     for total in totals(found):
         runs = str(total.executions) if total.complete else f">={total.executions}"
-        axes = "+".join(total.axes) or "-"
+        axes = ("+".join(total.axes) or "-") + (" (DCN)" if total.across_slices else "")
         rows.append((total.kind, axes, str(total.count), runs, size(total.bytes), size(total.wire_bytes)))
     return "no collectives" if len(rows) == 1 else "\n".join(table(rows, left_columns=2))
 
@@ -129,13 +137,26 @@ def _mesh_of(program: Any) -> Mesh:
     raise ShardingError("collectives: no argument or result of the program is sharded by a mesh; pass mesh=")
 
 
-def _named(found: Instruction, mesh: Mesh) -> Collective:
-    if found.groups.size and found.groups.max() >= mesh.size:
-        raise ShardingError(
-            f"collectives: {found.name} names device {found.groups.max()}, but mesh {dict(mesh.shape)} has"
-            f" {mesh.size}; pass the mesh that the program was compiled for"
-        )
-    coordinates = np.stack(np.unravel_index(found.groups, mesh.devices.shape))  # [axis, group, device]
+def _positions(mesh: Mesh, partitions: int) -> tuple[list[int], list[int]]:
+    """Where in the flattened mesh the program's device ids are, and the first device of each slice."""
+    slice_ids = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
+    slices = [slice_ids.index(slice_id) for slice_id in sorted(set(slice_ids))]
+    if partitions == mesh.size:
+        return list(range(mesh.size)), slices
+    first = [position for position, slice_id in enumerate(slice_ids) if slice_id == min(slice_ids)]
+    if partitions == len(first) and partitions * len(slices) == mesh.size:
+        return first, slices
+    raise ShardingError(
+        f"collectives: the program is compiled for {partitions} devices, but mesh {dict(mesh.shape)} has"
+        f" {mesh.size};"
+        " pass the mesh that the program was compiled for"
+    )
+
+
+def _named(found: Instruction, mesh: Mesh, positions: list[int]) -> Collective:
+    """`positions[i]` is where the i-th member that the instruction may name is in the flattened mesh."""
+    coordinates = np.stack(np.unravel_index(np.array(positions)[found.groups], mesh.devices.shape))
+    # coordinates: [axis, group, member]
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     axes = tuple(name for name, varies in zip(mesh.axis_names, differs, strict=True) if varies)
     group_size = found.groups.shape[1]
@@ -151,6 +172,7 @@ def _named(found: Instruction, mesh: Mesh) -> Collective:
         executions=found.executions,
         name=found.name,
         source=found.source,
+        across_slices=found.across_slices,
     )
 
 

@@ -9,7 +9,11 @@ Text is the one form every backend of jax prints. Three notations of device grou
 In the last, 'b':(2)2 is the inner half of an axis of 4, and `, device_ids=(0,2,1,3)` or an iota after the
 bracket orders the devices of the mesh.
 
-Ids are positions in the program's device order, which is the flattened order of its mesh.
+Ids are positions in the program's device order, which is the flattened order of its mesh. A TPU program
+that spans
+slices is compiled for one of them: its ids count the devices of a slice, and what crosses slices is a
+  `send` to the
+host whose attributes name the collective.
 """
 
 from __future__ import annotations
@@ -34,6 +38,12 @@ KINDS = (
 # With these the result of the asynchronous start is (operands, results, ...), otherwise it is the results
 # alone.
 _START_CARRIES_OPERANDS = ("all-gather-start", "collective-permute-start")
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
+_MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}  # the others are named as in KINDS
+# "{1,2}x{0:7}": these slices, all devices; {{100000,200000},...}: devices by slice x 100000 + number.
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x')
+_SLICE_DEVICES = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
+_DEVICES_PER_SLICE_ID = 100_000
 _OPCODES = frozenset(KINDS) | frozenset(f"{kind}-start" for kind in KINDS)
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
@@ -54,7 +64,8 @@ class Instruction:
     Attributes:
       name: of the instruction.
       kind: one of KINDS.
-      groups: int array [groups, devices]; for a permute [pairs, 2] of source and target.
+      groups: int array [groups, devices]; for a permute [pairs, 2] of source and target. Across slices, the
+        same of slices, counted from zero.
       bytes: payload of one device: what is gathered (result), scattered (operand), or otherwise moved or
         reduced.
       executions: how often one run of the program performs it; None inside a loop of unknown length.
@@ -67,6 +78,7 @@ class Instruction:
     bytes: int
     executions: int | None
     source: str
+    across_slices: bool = False
 
 
 @dataclasses.dataclass
@@ -78,36 +90,54 @@ class _Computation:
     root_operands: str = ""
 
 
-def instructions(text: str, *, num_devices: int) -> tuple[Instruction, ...]:
+def num_partitions(text: str) -> int:
+    """Devices that the module is compiled for."""
+    header = re.match(r"HloModule [^\n]*num_partitions=(\d+)", text)
+    return int(header[1]) if header else 1
+
+
+def instructions(text: str) -> tuple[Instruction, ...]:
     """Collectives that a run of the module reaches.
 
     Loops run their known trip count where the compiler recorded one; else the constant that their condition
-    compares with, which is the trip count of `lax.scan` and of `fori_loop` from zero. Of a conditional,
-    every branch counts.
+    compares with, which is the trip count of `lax.scan` and of `fori_loop` from zero. Of a conditional, every
+    branch counts.
 
     Args:
       text: `compiled.as_text()`.
-      num_devices: size of the program's mesh, the group of a collective that lists none.
 
     Raises ShardingError if there is no entry computation or a collective cannot be read.
     """
+    devices = num_partitions(text)
     computations, entry = _computations(text)
     runs = _executions(computations, entry)
-    found = []
-    for owner, computation in computations.items():
-        if runs.get(owner, 0) == 0:
-            continue
-        for name, opcode, shape, attributes in computation.collectives:
-            kind = opcode.removesuffix("-start")
-            groups = _groups(kind, attributes, num_devices)
-            payload = _payload(opcode, shape)
-            if kind == "reduce-scatter":
-                payload *= groups.shape[1]
-            # The TPU compiler keeps a reduce-scatter as a fusion of this name around all-reduce and slice.
-            if kind == "all-reduce" and owner.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"
-            found.append(Instruction(name, kind, groups, payload, runs[owner], _source(attributes)))
-    return tuple(found)
+    return tuple(
+        _instruction(owner, runs[owner], devices, *collective)
+        for owner, computation in computations.items()
+        if runs.get(owner, 0) != 0
+        for collective in computation.collectives
+    )
+
+
+def _instruction(
+    owner: str, executions: int | None, devices: int, name: str, opcode: str, shape: str, attributes: str
+) -> Instruction:
+    payload, source = _payload(opcode, shape), _source(attributes)
+    if opcode == "send":
+        transfer: str = _MEGASCALE.findall(attributes)[0]
+        kind = _MEGASCALE_KINDS.get(transfer, transfer.lower().replace("_", "-"))
+        groups = _slice_groups(attributes)
+        if kind == "all-gather":
+            payload *= groups.shape[1]
+        return Instruction(name, kind, groups, payload, executions, source, across_slices=True)
+    kind = opcode.removesuffix("-start")
+    groups = _groups(kind, attributes, devices)
+    if kind == "reduce-scatter":
+        payload *= groups.shape[1]
+    # The TPU compiler keeps a reduce-scatter as a fusion of this name around all-reduce and slice.
+    if kind == "all-reduce" and owner.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"
+    return Instruction(name, kind, groups, payload, executions, source)
 
 
 def _computations(text: str) -> tuple[dict[str, _Computation], str]:
@@ -135,7 +165,7 @@ def _read_line(line: str, computation: _Computation) -> None:
     opcode, _, arguments = rest[shape_end:].lstrip().partition("(")
     if line.startswith("ROOT "):
         computation.root_operands = arguments.partition(")")[0]
-    if opcode in _OPCODES:
+    if opcode in _OPCODES or (opcode == "send" and _MEGASCALE.search(arguments)):
         computation.collectives.append((name.lstrip("%"), opcode, rest[:shape_end], arguments))
     elif opcode == "while" and (loop := _LOOP.search(arguments)):
         trips = _TRIPS.search(arguments)
@@ -201,6 +231,8 @@ def _trips(condition: _Computation | None) -> int | None:
 def _payload(opcode: str, shape: str) -> int:
     if opcode in _START_CARRIES_OPERANDS:
         shape = _elements(shape)[1]
+    elif opcode == "send":  # (buffer, context, token)
+        shape = _elements(shape)[0]
     bits = 0
     for letters, width, dimensions in _ARRAY.findall(shape):
         size = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
@@ -230,6 +262,19 @@ def _groups(kind: str, attributes: str, num_devices: int) -> np.ndarray:
     if start < 0:
         return np.arange(num_devices).reshape(1, -1)
     return parse_groups(attributes[start + len(key) :], num_devices)
+
+
+def _slice_groups(attributes: str) -> np.ndarray:
+    if slices := _SLICES.search(attributes):
+        ids: list[int] = []
+        for part in slices[1].split(","):
+            low, _, high = part.partition(":")
+            ids += range(int(low), int(high or low) + 1)
+        return np.array([ids]) - 1
+    if devices := _SLICE_DEVICES.search(attributes):
+        rows = [_numbers(row) for row in devices[1].split("},{")]
+        return np.unique(np.array(rows) // _DEVICES_PER_SLICE_ID - 1, axis=0)
+    raise ShardingError(f"a transfer between slices in an unknown notation: {attributes[:500]}")
 
 
 def parse_groups(text: str, num_devices: int) -> np.ndarray:

@@ -79,10 +79,9 @@ def initialize(
         if process_id != 0 and address is not None:
             _wait_for_port(address, deadline, me=me, timeout_seconds=timeout_seconds)
     logger.info("%s joins %s, waiting up to %g s", me, where, timeout_seconds)
-    _join(
+    joined = _join(
         deadline,
-        f"{me} waited {timeout_seconds:g} s for all processes to join {where}; start every process with"
-        " the same coordinator and count, look for one that died, or raise timeout_seconds",
+        f"{me} could not join {where}",
         coordinator_address=address,
         num_processes=num_processes,
         process_id=process_id,
@@ -90,6 +89,11 @@ def initialize(
         initialization_timeout=int(timeout_seconds) + _ABORT_MARGIN_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
     )
+    if not joined:
+        raise ProcessesError(
+            f"{me} waited {timeout_seconds:g} s for all processes to join {where}; start every process with"
+            " the same coordinator and count, look for one that died, or raise timeout_seconds"
+        )
 
 
 def shutdown() -> None:
@@ -244,8 +248,11 @@ def _wait_for_port(address: str, deadline: float, *, me: str, timeout_seconds: f
     ) from last
 
 
-def _join(deadline: float, failure: str, **arguments: Any) -> None:
-    """Run jax's start-up in a thread: past its own deadline it aborts the process, so ours comes first."""
+def _join(deadline: float, failure: str, **arguments: Any) -> bool:
+    """Whether jax's start-up ends in time; ProcessesError begins with `failure` where it ends in an error.
+
+    It runs in a thread because it aborts the process past a deadline of its own, so ours has to come first.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -257,7 +264,6 @@ def _join(deadline: float, failure: str, **arguments: Any) -> None:
     thread = threading.Thread(target=run, name="jax-distributed-initialize", daemon=True)
     thread.start()
     thread.join(max(0.0, deadline - time.monotonic()))
-    if thread.is_alive():
-        raise ProcessesError(failure)
     if raised:
-        raise ProcessesError(f"{failure}. Runtime: {_first_line(raised[0])}") from raised[0]
+        raise ProcessesError(f"{failure}: {_first_line(raised[0])}") from raised[0]
+    return not thread.is_alive()

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import processes
 from sharding.errors import ProcessesError
 from sharding.mesh import MeshSpec
-from sharding.tree import gather, reshard, to_global, to_local
+from sharding.tree import gather, reshard, shard, to_global, to_local
 
 
 def main(coordinator: str, process_id: int) -> None:
@@ -43,6 +43,9 @@ def main(coordinator: str, process_id: int) -> None:
     array = to_global(local, rows)
     seen["sum"] = float(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))(array))
     seen["local"] = to_local(array).tolist() == local.tolist()
+    whole = np.arange(8, dtype=np.int32)
+    own_rows = to_local(shard(whole, NamedSharding(mesh, P("replica"))))
+    seen["own rows of a whole array"] = own_rows.tolist() == whole[4 * process_id :][:4].tolist()
     seen["gathered"] = gather(reshard(array, NamedSharding(mesh, P(None, "replica")))).tolist()
 
     # One process alone at a barrier learns whom it missed; then both meet, which lets the late one exit too.

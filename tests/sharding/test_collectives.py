@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +145,49 @@ def test_every_kind_has_its_axes_and_bytes_whatever_the_device_order(mesh, order
     }
 
 
+ACROSS_SLICES = """HloModule jit_step, num_partitions=4
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %rs = f32[4,4]{1,0} reduce-scatter(%p), replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
+  %send = (f32[4,4]{1,0}, u32[], token[]) send(%rs, %after), channel_id=2, is_host_transfer=true, frontend_attributes={TARGET_xla_megascale_transfer_type="KIND"}
+  %inside = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "expected"),
+    [
+        # [4, 4] float32 between two slices
+        ("ALL_REDUCE", '_xla_megascale_target="{1,2}x{0:3}",', ("all-reduce", 64, 64)),
+        ("ALL_GATHER", '_xla_megascale_target="{1:2}x{0:3}",', ("all-gather", 128, 64)),
+        ("REDUCE_SCATTER", '_xla_megascale_target="{1,2}x{0:3}",', ("reduce-scatter", 64, 32)),
+        (
+            "ONE_TO_ONE",
+            "_xla_megascale_target={{100000->200000},{100001->200001}},",
+            ("collective-permute", 64, 64),
+        ),
+        ("ALL_TO_ALL", "_xla_megascale_target={{100000,200000},{100001,200001}},", ("all-to-all", 64, 32)),
+    ],
+)
+def test_a_program_of_one_slice_names_the_axes_of_the_whole_mesh(kind, target, expected):
+    """Notation as the TPU compiler prints it. The data axis, 2 slices x 2 devices, is inside the tensor axis:
+    device 1 of a slice is its second along data, device 2 its first along tensor.
+    """
+    devices = [
+        SimpleNamespace(id=i, slice_index=i // 4, process_index=0, platform="test", device_kind="test")
+        for i in range(8)
+    ]
+    mesh = MeshSpec({"tensor": 2, "data": 2}, dcn={"data": 2}).build(devices)
+    text = ACROSS_SLICES.replace("KIND", kind).replace("TARGET", target)
+    inside, across, tensor = collectives(text, mesh)
+    assert (inside.kind, inside.axes, inside.across_slices) == ("reduce-scatter", ("data",), False)
+    assert (across.kind, across.bytes, across.wire_bytes) == expected
+    assert (across.axes, across.across_slices) == (("data",), True)
+    assert (tensor.kind, tensor.axes, tensor.whole_axes) == ("all-reduce", ("tensor",), True)
+    assert "data (DCN)" in report([across])
+
+
 def test_part_of_an_axis_is_marked(mesh):
     program = jax.shard_map(
         lambda x: jax.lax.psum(x, "tensor", axis_index_groups=[[0, 1], [2, 3]]),
@@ -169,5 +214,5 @@ def test_a_program_without_a_mesh_asks_for_one_and_a_smaller_mesh_is_refused(mes
         collectives(jax.jit(lambda x: x + 1).lower(jnp.ones(4)).compile())
     compiled, _ = compiled_step(mesh, {"embed": None, "mlp": "tensor"})
     small = MeshSpec({"fsdp": 2}).build(jax.devices()[:2])
-    with pytest.raises(ShardingError, match="but mesh .* has 2"):
+    with pytest.raises(ShardingError, match="compiled for 8 devices, but mesh .* has 2"):
         collectives(compiled, small)

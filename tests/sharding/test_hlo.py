@@ -107,7 +107,7 @@ ENTRY %main (p: bf16[8,4]) -> bf16[2,4] {
 
 
 def test_kinds_payloads_and_executions_by_hand():
-    found = {i.name: (i.kind, i.bytes, i.executions) for i in instructions(MODULE, num_devices=4)}
+    found = {i.name: (i.kind, i.bytes, i.executions) for i in instructions(MODULE)}
     assert found == {
         # TPU's fused form: an operand of 8 x 4 bfloat16
         "all-reduce.9": ("reduce-scatter", 64, 1),
@@ -124,4 +124,4 @@ def test_kinds_payloads_and_executions_by_hand():
 
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ShardingError, match="no ENTRY"):
-        instructions("not hlo", num_devices=4)
+        instructions("not hlo")

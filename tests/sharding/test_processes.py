@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from sharding import processes
@@ -72,6 +73,7 @@ def test_local_blocks_return_and_gather_sees_both(two):
     rows = [[2 * i + offset, 2 * i + 1 + offset] for offset in (0, 100) for i in range(4)]
     for seen in two:
         assert seen["local"]
+        assert seen["own rows of a whole array"]
         assert seen["gathered"] == rows
 
 
@@ -139,6 +141,12 @@ def test_alone_everything_is_a_no_op():
 def test_wrong_arguments_are_named_before_any_wait(arguments, message):
     with pytest.raises(ProcessesError, match=message):
         processes.initialize(**arguments)
+
+
+def test_joining_after_a_device_was_touched_says_so():
+    jax.devices()
+    with pytest.raises(ProcessesError, match=r"process 0 of 2 could not join at .*must be called before"):
+        processes.initialize(f"127.0.0.1:{free_port()}", 2, 0, timeout_seconds=30)
 
 
 def test_arguments_come_from_the_environment(monkeypatch):
