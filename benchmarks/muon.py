@@ -2,10 +2,12 @@
 
     python benchmarks/muon.py [--matrices 64 --rows 512 --columns 256 --repeats 5]
 
-Prints JSON. Programs are timed in turn within each round and the best of the rounds is kept, so that other work on the
-machine falls on all of them alike. `matmul_fraction` is the arithmetic of the iteration over the whole update's
-time, as a fraction of the rate that the same machine reaches on the iteration's own products alone (each at
-its own shape, alone and independent); `matmul_fraction_of_peak` takes a large square product for the rate instead.
+Prints JSON. Programs are timed in turn within each round and the best of the rounds is kept, so that other
+work on the machine falls on all of them alike. `matmul_fraction` is the arithmetic of the iteration over the
+whole update's time, as a fraction of the rate that the same machine reaches on the iteration's own products
+alone, each at its shape; `matmul_fractions` has it for every program, and `matmul_fractions_of_peak`
+against the rate of one large square product. `step_share` is the update's part of a training step of so many
+tokens through the same matrices, forward and backward at that peak rate.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def optimizers(params: Mapping[str, jax.Array]) -> dict[str, optax.GradientTrans
 
 
 def update_program(optimizer: optax.GradientTransformation, params: Any, gradients: Any) -> Callable[[], Any]:
-    """Returns a step that donates parameters and state, as training does; each call continues the last."""
+    """Returns a step that donates parameters and state, as training does. Each call continues the last."""
 
     def step(params: Any, state: Any, gradients: Any) -> Any:
         updates, state = optimizer.update(gradients, state, params)
@@ -65,28 +67,28 @@ def update_program(optimizer: optax.GradientTransformation, params: Any, gradien
     return run
 
 
-def product_programs(rows: int, columns: int) -> dict[str, tuple[Callable[[], Any], int, int]]:
-    """Returns, by product of the iteration: a program, its operations, and the times it occurs in a matrix."""
+def product_programs(rows: int, columns: int) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Returns, by product of the iteration: a program and its operations."""
     m, k = sorted((rows, columns))
     x, square = jnp.ones((m, k)) / k, jnp.ones((m, m)) / m
     copies = 16
     products = {"x @ x.T": (x, x.T), "a @ a": (square, square), "b @ x": (square, x)}
 
-    def program(left: jax.Array, right: jax.Array) -> tuple[Callable[[], Any], int, int]:
+    def program(left: jax.Array, right: jax.Array) -> tuple[Callable[[], Any], int]:
         lefts = [left + i * 1e-6 for i in range(copies)]
         compiled = jax.jit(lambda lefts, right: [left @ right for left in lefts])
         operations = copies * 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        return (lambda: compiled(lefts, right)), operations, 5
+        return (lambda: compiled(lefts, right)), operations
 
     found = {name: program(*pair) for name, pair in products.items()}
     big = jnp.ones((PEAK_SIZE, PEAK_SIZE)) / PEAK_SIZE
     multiply = jax.jit(jnp.matmul)
-    found["peak"] = (lambda: multiply(big, big)), 2 * PEAK_SIZE**3, 0
+    found["peak"] = (lambda: multiply(big, big)), 2 * PEAK_SIZE**3
     return found
 
 
 def best_seconds(programs: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, float]:
-    """Runs all programs once a round and returns the best time of each over the rounds, after one to warm up."""
+    """Runs all programs once a round and returns the best time of each over the rounds."""
     best = {name: float("inf") for name in programs}
     for _ in range(repeats + 1):
         for name, program in programs.items():
@@ -105,7 +107,7 @@ def measure(*, matrices: int, rows: int, columns: int, repeats: int) -> dict[str
     products = product_programs(rows, columns)
     updates = {name: update_program(tx, params, gradients) for name, tx in optimizers(params).items()}
     seconds = best_seconds(
-        {**updates, **{name: program for name, (program, _, _) in products.items()}}, repeats=repeats
+        {**updates, **{name: program for name, (program, _) in products.items()}}, repeats=repeats
     )
 
     def operations(name: str) -> int:
@@ -113,7 +115,8 @@ def measure(*, matrices: int, rows: int, columns: int, repeats: int) -> dict[str
         steps, algorithm = config.newton_schulz_steps, config.algorithm
         return matrices * floating_point_operations(rows, columns, steps=steps, algorithm=algorithm)
 
-    rates = {name: flops / seconds[name] / 1e9 for name, (_, flops, _) in products.items()}
+    size = matrices * rows * columns
+    rates = {name: flops / seconds[name] / 1e9 for name, (_, flops) in products.items()}
     m, k = sorted((rows, columns))
     one_step = {"x @ x.T": 2 * m * m * k, "a @ a": 2 * m**3, "b @ x": 2 * m * m * k}
     products_only = matrices * 5 * sum(flops / rates[name] / 1e9 for name, flops in one_step.items())
@@ -131,9 +134,14 @@ def measure(*, matrices: int, rows: int, columns: int, repeats: int) -> dict[str
         "gflop": {name: operations(name) / 1e9 for name in muons},
         "gflop_per_s": {name: operations(name) / seconds[name] / 1e9 for name in muons},
         "product_gflop_per_s": rates | {"iteration": own_rate},
-        "matmul_fraction": {name: operations(name) / seconds[name] / 1e9 / own_rate for name in muons},
-        "matmul_fraction_of_peak": {
+        "matmul_fraction": operations("ours") / seconds["ours"] / 1e9 / own_rate,
+        "matmul_fractions": {name: operations(name) / seconds[name] / 1e9 / own_rate for name in muons},
+        "matmul_fractions_of_peak": {
             name: operations(name) / seconds[name] / 1e9 / rates["peak"] for name in muons
+        },
+        "step_share": {
+            str(tokens): seconds["ours"] / (seconds["ours"] + 6 * size * tokens / rates["peak"] / 1e9)
+            for tokens in (16_384, 1_048_576)
         },
         "flops_ratio_ideal": operations("ours") / operations("ours_less_arithmetic"),
     }

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, each on one device.
+"""Muon: momentum whose matrices are orthogonalised.
 
 N matrices on a device, A and B rows and columns of a whole matrix, a and b of a device's block
 """
@@ -6,6 +6,7 @@ N matrices on a device, A and B rows and columns of a whole matrix, a and b of a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from jaxtrain.optim.distribution import Placement, orthogonalize_blocks, placement
 from jaxtrain.optim.newton_schulz import Algorithm, coefficients, orthogonalize
 
 
@@ -94,7 +96,6 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
     update_rms * sqrt(max(A, B)), is Moonlight's equation 4.
     """
     groups = _groups(layouts)
-    polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
     momentum_dtype = jnp.dtype(config.momentum_dtype)
     iteration_dtype = jnp.dtype(config.iteration_dtype)
 
@@ -113,12 +114,11 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
             directions[path] = beta * average + (1 - beta) * gradient if config.nesterov else average
 
         for group in groups:
-            matrices = group.orthogonalize(
-                [directions[path].astype(iteration_dtype) for path in group.paths],
-                lambda x: orthogonalize(x, polynomials, algorithm=config.algorithm, dtype=iteration_dtype),
+            matrices = _orthogonalize_group(
+                group, [directions[path].astype(iteration_dtype) for path in group.layouts], config
             )
             scale = config.update_rms * math.sqrt(max(group.matrix))
-            for path, matrix in zip(group.paths, matrices, strict=True):
+            for path, matrix in zip(group.layouts, matrices, strict=True):
                 directions[path] = (scale * matrix.astype(jnp.float32)).astype(updates[path].dtype)
         return directions, MuonState(momentum)
 
@@ -126,89 +126,47 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
 
 
 @dataclasses.dataclass(frozen=True)
-class _Placement:
-    """Mesh axes of a parameter: over rows, over columns, and over nothing (replicas). All larger than 1."""
-
-    mesh: Mesh | AbstractMesh
-    row_axes: tuple[str, ...]
-    column_axes: tuple[str, ...]
-    replica_axes: tuple[str, ...]
-
-    def size(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Group:
-    """Parameters whose matrices have one shape and one placement, orthogonalised together."""
+    """Parameters whose matrices have one shape and one placement: their blocks travel together."""
 
     matrix: tuple[int, int]
-    placement: _Placement | None
+    placement: Placement | None
     layouts: dict[str, MatrixLayout]
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(self.layouts)
 
-    def orthogonalize(self, arrays: Sequence[Array], function: Any) -> Sequence[Array]:
-        widths = [layout.head_width for layout in self.layouts.values()]
+def _orthogonalize_group(group: _Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
+    polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
+    how: dict[str, Any] = {"algorithm": config.algorithm, "dtype": config.iteration_dtype}
+    widths = [layout.head_width for layout in group.layouts.values()]
 
-        def local(*blocks: Array) -> tuple[Array, ...]:
-            stacks = [_to_matrices(block, width) for block, width in zip(blocks, widths, strict=True)]
-            x_Nab = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
-            placement = self.placement
-            y_Nab = function(x_Nab) if placement is None else _on_owners(function, x_Nab, placement)
-            ends = [sum(stack.shape[0] for stack in stacks[: i + 1]) for i in range(len(stacks))]
-            pieces = jnp.split(y_Nab, ends[:-1])
-            return tuple(
-                _from_matrices(piece, block.shape, width)
-                for piece, block, width in zip(pieces, blocks, widths, strict=True)
-            )
+    def local(*blocks: Array) -> tuple[Array, ...]:
+        stacks = [_to_matrices(block, width) for block, width in zip(blocks, widths, strict=True)]
+        x_Nab = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+        if group.placement is None:
+            y_Nab = orthogonalize(x_Nab, polynomials, **how)
+        else:
+            y_Nab = orthogonalize_blocks(x_Nab, group.placement, polynomials, **how)
+        ends = list(itertools.accumulate(stack.shape[0] for stack in stacks))
+        return tuple(
+            _from_matrices(piece, block.shape, width)
+            for piece, block, width in zip(jnp.split(y_Nab, ends[:-1]), blocks, widths, strict=True)
+        )
 
-        if self.placement is None:
-            return local(*arrays)
-        specs = tuple(layout.sharding.spec for layout in self.layouts.values() if layout.sharding is not None)
-        return jax.shard_map(
-            local, mesh=self.placement.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )(*arrays)
+    if group.placement is None:
+        return local(*arrays)
+    specs = tuple(layout.sharding.spec for layout in group.layouts.values() if layout.sharding is not None)
+    return jax.shard_map(local, mesh=group.placement.mesh, in_specs=specs, out_specs=specs, check_vma=False)(
+        *arrays
+    )
 
 
 def _groups(layouts: Mapping[str, MatrixLayout]) -> list[_Group]:
     found: dict[Any, _Group] = {}
     for path, layout in layouts.items():
-        placement = _placement(path, layout)
-        key = (layout.matrix, placement)
-        found.setdefault(key, _Group(layout.matrix, placement, {})).layouts[path] = layout
+        where = placement(path, layout.shape, layout.sharding, head_width=layout.head_width)
+        key = (layout.matrix, where)
+        found.setdefault(key, _Group(layout.matrix, where, {})).layouts[path] = layout
     return list(found.values())
-
-
-def _placement(path: str, layout: MatrixLayout) -> _Placement | None:
-    if layout.head_width is not None and layout.shape[-1] % layout.head_width:
-        raise ValueError(
-            f"{path}: {layout.shape[-1]} columns are not whole heads of {layout.head_width}; "
-            "set muon.split_heads to the model's head width or to null"
-        )
-    sharding = layout.sharding
-    if sharding is None or sharding.mesh.size == 1:
-        return None
-    mesh = sharding.mesh
-    entries = tuple(sharding.spec) + (None,) * (len(layout.shape) - len(sharding.spec))
-    by_dimension = [
-        tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if mesh.shape[axis] > 1)
-        for entry in entries
-    ]
-    row_axes, column_axes = by_dimension[-2:]
-    used = {axis for axes in by_dimension for axis in axes}
-    replica_axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in used)
-    if layout.head_width is not None and column_axes:
-        block = layout.shape[-1] // math.prod(mesh.shape[axis] for axis in column_axes)
-        if block % layout.head_width:
-            raise ValueError(
-                f"{path}: a device's {block} columns (mesh axes {column_axes}) are not whole heads of "
-                f"{layout.head_width}; shard the heads over fewer devices or set muon.split_heads to null"
-            )
-        column_axes = ()  # a device's block holds whole heads, so these axes only divide the matrices
-    return _Placement(mesh, row_axes, column_axes, replica_axes)
 
 
 def _to_matrices(block: Float[Array, "... a b"], head_width: int | None) -> Float[Array, "N a b"]:
@@ -229,35 +187,6 @@ def _from_matrices(
         return x_Nab.reshape(shape)
     *_, rows, columns = shape
     return x_Nab.reshape(-1, columns // head_width, rows, head_width).swapaxes(1, 2).reshape(shape)
-
-
-def _on_owners(function: Any, x_Nab: Float[Array, "N a b"], placement: _Placement) -> Float[Array, "N a b"]:
-    """Inside shard_map: gives each device whole matrices of its own, applies `function`, sends blocks back.
-
-    One all-to-all over the axes that cut the matrices on the way in, one on the way out, and an
-    all-gather over the axes that replicate them, whose devices share the work. Matrices are padded with
-    zeros to a multiple of the devices.
-    """
-    block_axes = placement.row_axes + placement.column_axes
-    row_blocks, column_blocks = placement.size(placement.row_axes), placement.size(placement.column_axes)
-    blocks, replicas = row_blocks * column_blocks, placement.size(placement.replica_axes)
-    count, rows, columns = x_Nab.shape
-    owned = math.ceil(count / (blocks * replicas))
-    x_Nab = jnp.pad(x_Nab, ((0, owned * blocks * replicas - count), (0, 0), (0, 0)))
-    if replicas > 1:
-        start = jax.lax.axis_index(placement.replica_axes) * owned * blocks
-        x_Nab = jax.lax.dynamic_slice_in_dim(x_Nab, start, owned * blocks)
-    if blocks > 1:
-        x_Nab = jax.lax.all_to_all(x_Nab, block_axes, split_axis=0, concat_axis=0, tiled=True)
-        x_Nab = x_Nab.reshape(row_blocks, column_blocks, owned, rows, columns).transpose(2, 0, 3, 1, 4)
-    y_NAB = function(x_Nab.reshape(owned, row_blocks * rows, column_blocks * columns))
-    if blocks > 1:
-        y_NAB = y_NAB.reshape(owned, row_blocks, rows, column_blocks, columns).transpose(1, 3, 0, 2, 4)
-        y_NAB = y_NAB.reshape(blocks * owned, rows, columns)
-        y_NAB = jax.lax.all_to_all(y_NAB, block_axes, split_axis=0, concat_axis=0, tiled=True)
-    if replicas > 1:
-        y_NAB = jax.lax.all_gather(y_NAB, placement.replica_axes, axis=0, tiled=True)
-    return y_NAB[:count]
 
 
 def layout_of(leaf: Any, *, head_width: int | None = None) -> MatrixLayout:

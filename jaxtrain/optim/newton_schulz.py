@@ -123,9 +123,40 @@ def orthogonalize(
     )
 
 
-def _matmul(x: Array, y: Array) -> Array:
+def gram_product(x_NMK: Float[Array, "N M K"]) -> Float[Array, "N M M"]:
+    """Returns x @ x.T of each matrix in float32, whatever the dtype of x."""
+    return _matmul(x_NMK, x_NMK.mT, sum_dtype=jnp.float32)
+
+
+def polynomial_factor(
+    gram_NMM: Float[Array, "N M M"], polynomials: tuple[Polynomial, ...]
+) -> Float[Array, "N M M"]:
+    """Returns q such that q @ x has the polynomials applied to the singular values of x; gram is x @ x.T.
+
+    `gram` is float32, of matrices of Frobenius norm at most 1. Every factor is a polynomial of it, so all
+    commute: x after n steps is q_n @ x, and its Gram matrix z_n @ r_n @ z_n.
+    """
+    r_NMM = gram_NMM
+    (a, b, c), *rest = polynomials
+    z_NMM = b * r_NMM + c * _matmul(r_NMM, r_NMM)  # without its a * identity, which costs no product
+    q_NMM = a * jnp.eye(r_NMM.shape[-1], dtype=r_NMM.dtype) + z_NMM
+    for next_a, next_b, next_c in rest:
+        p_NMM = a * r_NMM + _matmul(r_NMM, z_NMM)
+        r_NMM = a * p_NMM + _matmul(p_NMM, z_NMM)
+        a, b, c = next_a, next_b, next_c
+        z_NMM = b * r_NMM + c * _matmul(r_NMM, r_NMM)
+        q_NMM = a * q_NMM + _matmul(q_NMM, z_NMM)
+    return q_NMM
+
+
+def scaled_by_factor(q_NMM: Float[Array, "N M M"], x_NMK: Float[Array, "N M K"]) -> Float[Array, "N M K"]:
+    """Returns q @ x in float32, multiplied in the dtype of x."""
+    return _matmul(q_NMM.astype(x_NMK.dtype), x_NMK, sum_dtype=jnp.float32)
+
+
+def _matmul(x: Array, y: Array, *, sum_dtype: jax.typing.DTypeLike | None = None) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, y, precision=precision)
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=sum_dtype)
 
 
 def _direct(x_MK: Array, polynomials: tuple[Polynomial, ...]) -> Array:
@@ -136,19 +167,7 @@ def _direct(x_MK: Array, polynomials: tuple[Polynomial, ...]) -> Array:
 
 
 def _gram(x_MK: Array, polynomials: tuple[Polynomial, ...]) -> Array:
-    """Every factor is a polynomial of r = x x^T, so all commute: x_n = q_n x and r_{n+1} = z_n r_n z_n."""
-    x_MK = x_MK.astype(jnp.float32)
-    r_MM = _matmul(x_MK, x_MK.mT)
-    (a, b, c), *rest = polynomials
-    z_MM = b * r_MM + c * _matmul(r_MM, r_MM)  # without its a * identity, which costs no product
-    q_MM = a * jnp.eye(r_MM.shape[-1], dtype=r_MM.dtype) + z_MM
-    for next_a, next_b, next_c in rest:
-        p_MM = a * r_MM + _matmul(r_MM, z_MM)
-        r_MM = a * p_MM + _matmul(p_MM, z_MM)
-        a, b, c = next_a, next_b, next_c
-        z_MM = b * r_MM + c * _matmul(r_MM, r_MM)
-        q_MM = a * q_MM + _matmul(q_MM, z_MM)
-    return _matmul(q_MM, x_MK)
+    return scaled_by_factor(polynomial_factor(gram_product(x_MK), polynomials), x_MK)
 
 
 def _in_chunks(function: Callable[[Array], Array], x_N: Array, limit: int) -> Array:

@@ -102,7 +102,7 @@ def named(
 ) -> Schedule:
     """The learning rate that a configuration names: 0 to `peak` over the warmup, then by kind.
 
-    "constant" stays at `peak`; "linear" and "cosine" reach `final` at total_tokens; "wsd" stays at `peak` up to
+    "constant" stays at `peak`; "linear" and "cosine" reach `final` at total_tokens; "wsd" stays up to
     decay_tokens before total_tokens, then falls in a line to `final`.
 
     Raises:
@@ -114,9 +114,7 @@ def named(
     if kind == "constant":
         return linear(0.0, peak, stop_tokens=warmup_tokens)
     if total_tokens is None or (kind == "wsd" and decay_tokens is None):
-        raise ValueError(
-            f"schedule {kind}: needs total_tokens, and wsd decay_tokens too; set them or use constant"
-        )
+        raise ValueError(f"schedule {kind}: needs total_tokens, and wsd decay_tokens; set them")
     if kind == "cosine":
         return warmup_cosine(peak=peak, end=final, warmup_tokens=warmup_tokens, end_tokens=total_tokens)
     decay_start = warmup_tokens if kind == "linear" or decay_tokens is None else total_tokens - decay_tokens

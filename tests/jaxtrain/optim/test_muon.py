@@ -14,6 +14,7 @@ import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
+from jaxtrain.optim.newton_schulz import Algorithm
 
 STEPS = 4
 
@@ -81,7 +82,7 @@ def test_equals_optax_muon_over_stacked_matrices():
             np.testing.assert_allclose(found[step][path], -updates[path], atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "gram"])
+@pytest.mark.parametrize("algorithm", Algorithm)
 def test_update_rms_is_the_configured_one_for_every_shape(algorithm):
     """arXiv 2502.16982, equation 4: an orthogonal A x B matrix has root mean square sqrt(1 / max(A, B))."""
     config = MuonConfig(
@@ -145,7 +146,7 @@ def mesh(request):
     return Mesh(devices, ("expert", "fsdp", "tensor"), axis_types=(request.param,) * 3)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "gram"])
+@pytest.mark.parametrize("algorithm", Algorithm)
 def test_many_devices_give_what_one_gives(mesh, algorithm):
     gradients = _gradients({path: shape for path, (shape, _) in SHARDED.items()}, steps=2)
     config = MuonConfig(algorithm=algorithm)
@@ -174,6 +175,28 @@ def test_two_all_to_alls_per_group_and_nothing_else_but_sharing_with_replicas(me
     """`dense` is replicated over tensor, whose two devices each take half and gather the results."""
     gradients = _shard(_gradients({path: shape for path, (shape, _) in SHARDED.items()}, steps=1)[0], mesh)
     assert _collectives(MuonConfig(), gradients) == {"all-to-all": 8, "all-gather": 1}
+
+
+# One matrix cut in 8 each: on one device it would leave 7 idle. Long side cut, short side cut, both, and a
+# long side that does not divide among the devices.
+LONE = {
+    "long": ((8, 64), PartitionSpec(None, ("expert", "fsdp", "tensor"))),
+    "short": ((64, 8), PartitionSpec(None, ("expert", "fsdp", "tensor"))),
+    "both": ((16, 64), PartitionSpec("fsdp", ("expert", "tensor"))),
+    "uneven": ((1, 8, 28), PartitionSpec(None, ("expert", "fsdp"), "tensor")),
+}
+
+
+def test_lone_large_matrices_are_shared_by_all_devices(mesh):
+    values = _gradients({path: shape for path, (shape, _) in LONE.items()}, steps=1)[0]
+    sharded = {p: jax.device_put(x, NamedSharding(mesh, LONE[p][1])) for p, x in values.items()}
+    config = MuonConfig(algorithm=Algorithm.gram)
+    expected, _ = _run(config, [values])
+    found, _ = _run(config, [sharded])
+    for path in LONE:
+        np.testing.assert_allclose(found[0][path], expected[0][path], atol=2e-5)
+    assert _collectives(config, {"long": sharded["long"]}) == {"all-reduce": 1}
+    assert _collectives(config, {"both": sharded["both"]}) == {"all-to-all": 2, "all-reduce": 1}
 
 
 def test_matrices_cut_only_by_expert_or_layer_need_no_communication(mesh):

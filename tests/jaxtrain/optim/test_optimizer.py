@@ -95,7 +95,8 @@ def test_an_unknown_path_and_a_vector_for_muon_are_refused():
 
 def test_excepted_parameters_get_adamw_of_optax_at_learning_rate_1():
     config = OptimizerConfig(adamw=AdamWConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
-    params = _values(0)
+    some, paths = _values(0, ADAMW), [*ADAMW, "moe/mlp/router/correction_bias"]
+    params = some | _values(0, paths[-1:])
     optimizer = build(config, params)
     reference = optax.adamw(
         1.0,
@@ -105,11 +106,10 @@ def test_excepted_parameters_get_adamw_of_optax_at_learning_rate_1():
         weight_decay=0.1,
         mask=lambda tree: {p: p == "embedding" for p in tree},
     )
-    some = {path: params[path] for path in ADAMW}
     state, reference_state = optimizer.init(params), reference.init(some)
     update = jax.jit(optimizer.update)
     for step in range(3):
-        gradients = _values(step + 1)
+        gradients = _values(step + 1, paths)
         updates, state = update(gradients, state, params)
         expected, reference_state = reference.update({p: gradients[p] for p in ADAMW}, reference_state, some)
         for path in ADAMW:

@@ -122,5 +122,5 @@ def test_kinds_by_name():
     assert [named("cosine", **settings)(t) for t in (10, 60, 110)] == pytest.approx([1, 0.6, 0.2])
     with pytest.raises(ValueError, match="found 'step', expected one of"):
         named("step", peak=1.0)
-    with pytest.raises(ValueError, match="schedule wsd: needs total_tokens, and wsd decay_tokens too"):
+    with pytest.raises(ValueError, match="schedule wsd: needs total_tokens, and wsd decay_tokens"):
         named("wsd", peak=1.0, total_tokens=100)
