@@ -9,6 +9,8 @@ between the classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 CLASSES = 16
@@ -92,7 +94,7 @@ def merged_classes(fine: np.ndarray, mask: int) -> np.ndarray:
 
 
 def count_classes(old: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
-    """int64[chunks, classes]: elements of each class in each run of 2**20 elements."""
+    """int64[chunks, classes]: elements of each class in each run of 2**20 elements of flat `old`."""
     rows = []
     for begin in range(0, old.size, _CHUNK):
         part = magnitudes(old[begin : begin + _CHUNK])
@@ -102,35 +104,25 @@ def count_classes(old: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
 
 
 def ranks(
-    old: np.ndarray, indices: np.ndarray, classes: np.ndarray, boundaries: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rank int64 of the elements at ascending `indices` of flat `old` among the elements of their class,
-    and class sizes.
+    old: np.ndarray, boundaries: np.ndarray, counts: np.ndarray, class_indices: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Rank int64, among the elements of their class, of the ascending flat `class_indices` of each class.
 
-    classes: the class of each index.
+    counts: `count_classes` of the same flat `old`.
     """
-    sizes = np.zeros(len(boundaries) + 1, np.int64)
-    result = np.empty(indices.size, np.int64)
-    edges = np.searchsorted(indices, np.arange(0, old.size + _CHUNK, _CHUNK))
+    if not len(boundaries):
+        return class_indices
+    chunk_starts = np.arange(0, old.size + _CHUNK, _CHUNK)
+    edges = [np.searchsorted(indices, chunk_starts) for indices in class_indices]
+    before = np.cumsum(counts, axis=0) - counts
+    out = [np.empty(indices.size, np.int64) for indices in class_indices]
     for chunk, begin in enumerate(range(0, old.size, _CHUNK)):
-        part = magnitudes(old[begin : begin + _CHUNK])
-        inside = slice(edges[chunk], edges[chunk + 1])
-        local = indices[inside] - begin
-        of_class = classes[inside]
-        members = [np.flatnonzero(of_class == k) for k in range(sizes.size)]
-        rank = sizes[of_class]
-        below_total = 0
-        for k, boundary in enumerate(boundaries):
-            # Elements of class k before p: those below its upper boundary less those below its lower one.
-            words, cumulative = _bit_index(part < part.dtype.type(boundary))
-            rank[members[k]] += _bits_before(words, cumulative, local[members[k]])
-            rank[members[k + 1]] -= _bits_before(words, cumulative, local[members[k + 1]])
-            sizes[k] += cumulative[-1] - below_total
-            below_total = int(cumulative[-1])
-        rank[members[-1]] += local[members[-1]]
-        sizes[-1] += part.size - below_total
-        result[inside] = rank
-    return result, sizes
+        for k, words in enumerate(_class_words(old[begin : begin + _CHUNK], boundaries)):
+            inside = slice(edges[k][chunk], edges[k][chunk + 1])
+            if inside.start < inside.stop:
+                rank = _bits_before(words, class_indices[k][inside] - begin)
+                np.add(rank, before[chunk, k], out=out[k][inside])
+    return out
 
 
 def positions(
@@ -138,44 +130,83 @@ def positions(
 ) -> list[np.ndarray]:
     """Flat position int64 of each of the ascending `class_ranks` of each class; the inverse of `ranks`.
 
-    counts: `count_classes` of the same array. Every rank is below its class's size.
+    Every rank is below the size of its class.
     """
     if not len(boundaries):
-        return [class_ranks[0].astype(np.int64)]
+        return class_ranks
     ends = np.cumsum(counts, axis=0)
     edges = [np.searchsorted(r, np.concatenate([[0], e])) for r, e in zip(class_ranks, ends.T, strict=True)]
     out = [np.empty(r.size, np.int64) for r in class_ranks]
-    limits = [0, *(int(b) for b in boundaries), None]
     for chunk, begin in enumerate(range(0, old.size, _CHUNK)):
-        part = magnitudes(old[begin : begin + _CHUNK])
-        for k, ranks_of_class in enumerate(class_ranks):
+        for k, words in enumerate(_class_words(old[begin : begin + _CHUNK], boundaries)):
             inside = slice(edges[k][chunk], edges[k][chunk + 1])
-            if inside.start == inside.stop:
-                continue
-            low, high = limits[k], limits[k + 1]
-            member = np.ones(part.size, bool) if high is None else part < part.dtype.type(high)
-            if low:
-                member &= part >= part.dtype.type(low)
-            local = ranks_of_class[inside] - (ends[chunk, k] - counts[chunk, k])
-            out[k][inside] = np.flatnonzero(member)[local] + begin
+            if inside.start < inside.stop:
+                local = class_ranks[k][inside] - (ends[chunk, k] - counts[chunk, k])
+                np.add(_select(words, local), begin, out=out[k][inside])
     return out
 
 
-def _bit_index(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mask as uint64 words, bit i of word w being element 64 w + i, and how many bits come before each
-    word.
-    """
+def _class_words(part: np.ndarray, boundaries: np.ndarray) -> Iterator[np.ndarray]:
+    """For each class its members as uint64 words, bit i of word w being element 64 w + i."""
+    magnitude = magnitudes(part)
+    below = np.zeros(-(-part.size // 64), "<u8")
+    for boundary in boundaries:
+        upper = _packed(magnitude < magnitude.dtype.type(boundary))
+        yield upper & ~below
+        below = upper
+    yield _packed(np.ones(part.size, bool)) & ~below
+
+
+def _packed(mask: np.ndarray) -> np.ndarray:
     octets = np.packbits(mask, bitorder="little")
-    padded = np.zeros(-(-octets.size // 8) * 8, np.uint8)
-    padded[: octets.size] = octets
-    words = padded.view("<u8")
-    cumulative = np.zeros(words.size + 1, np.int64)
-    np.cumsum(np.bitwise_count(words), out=cumulative[1:])
-    return words, cumulative
+    if octets.size % 8:
+        octets = np.concatenate([octets, np.zeros(-octets.size % 8, np.uint8)])
+    return octets.view("<u8")
 
 
-def _bits_before(words: np.ndarray, cumulative: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """How many bits of the mask of `_bit_index` are set before each of `places`."""
+def _cumulative(words: np.ndarray) -> np.ndarray:
+    """int32: how many bits are set before each word, and in all."""
+    cumulative = np.zeros(words.size + 1, np.int32)
+    np.cumsum(np.bitwise_count(words).astype(np.int32), out=cumulative[1:])
+    return cumulative
+
+
+def _bits_before(words: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """How many bits are set before each of `places`."""
     word = places >> 6
     low = (np.uint64(1) << (places & 63).astype(np.uint64)) - np.uint64(1)
-    return cumulative[word] + np.bitwise_count(words[word] & low)
+    return _cumulative(words)[word] + np.bitwise_count(words[word] & low)
+
+
+def _select(words: np.ndarray, bit_ranks: np.ndarray) -> np.ndarray:
+    """The place of set bit number `bit_ranks` (ascending, from 0): the inverse of `_bits_before`.
+
+    Source: S. Vigna, "Broadword implementation of rank/select queries" (2008), section 3.
+    """
+    cumulative = _cumulative(words)
+    if bit_ranks.size * _DENSE > int(cumulative[-1]):
+        word = np.repeat(np.arange(words.size, dtype=np.int32), np.bitwise_count(words))[bit_ranks]
+    else:
+        word = np.searchsorted(cumulative[1:], bit_ranks.astype(np.int32), side="right")
+    bits = words[word]
+    rank = (bit_ranks - cumulative[word]).astype(np.uint64)
+    byte_counts = np.bitwise_count(bits.view(np.uint8)).view("<u8")
+    through = byte_counts * _EACH_BYTE  # byte i: bits set in bytes 0..i
+    passed = ((rank * _EACH_BYTE) | _EACH_TOP_BIT) - through & _EACH_TOP_BIT
+    shift = np.bitwise_count(passed).astype(np.uint64) << np.uint64(3)
+    rank -= (through << np.uint64(8)) >> shift & np.uint64(0xFF)
+    octet = bits >> shift & np.uint64(0xFF)
+    inside = _BIT_OF_RANK[(octet << np.uint64(3) | rank).astype(np.intp)]
+    return (word.astype(np.int64) << 6) + shift.astype(np.int64) + inside
+
+
+def _bit_of_rank() -> np.ndarray:
+    """uint8[256 * 8]: the place in a byte of its set bit number r, at 8 * byte + r."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.argsort(1 - bits, axis=1, kind="stable").astype(np.uint8).reshape(-1)
+
+
+_DENSE = 8  # members a selected rank from which listing the word of every member beats searching
+_EACH_BYTE = np.uint64(0x0101010101010101)
+_EACH_TOP_BIT = np.uint64(0x8080808080808080)
+_BIT_OF_RANK = _bit_of_rank()

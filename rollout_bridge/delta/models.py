@@ -42,7 +42,10 @@ def quantize(probabilities: np.ndarray, size: int) -> np.ndarray:
 
 def geometric(count: int, changed: int) -> np.ndarray:
     """Frequencies of the gaps between `changed` elements spread at random over `count`."""
-    return quantize(_geometric_buckets(1.0 - changed / count), alphabet_size(count - 1))
+    size = alphabet_size(count - 1)
+    probabilities = np.zeros(ALPHABET)
+    probabilities[:size] = -np.diff(_powers(1.0 - changed / count, STARTS[: size + 1]))
+    return quantize(probabilities, size)
 
 
 @functools.lru_cache(maxsize=4)
@@ -99,10 +102,6 @@ def cost(histogram: np.ndarray, frequencies: np.ndarray) -> float:
     """Bits to code symbols that occur `histogram` times under `frequencies`."""
     seen = np.flatnonzero(histogram)
     return float((histogram[seen] * np.log2(TOTAL / frequencies[seen])).sum())
-
-
-def _geometric_buckets(ratio: float) -> np.ndarray:
-    return -np.diff(_powers(ratio, STARTS[: ALPHABET + 1]))
 
 
 def _powers(ratio: float, exponents: np.ndarray) -> np.ndarray:

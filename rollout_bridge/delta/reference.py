@@ -1,4 +1,4 @@
-"""The yardstick of the codec: the bytes of an update whose elements are coded apart, given their old value."""
+"""The yardstick of the codec: bytes of an update whose elements are coded apart, given their old value."""
 
 from __future__ import annotations
 

@@ -61,17 +61,18 @@ def encode(
         start = classes.exponents_start(old)
         fine = classes.fine_classes(old_values, start)
         mask = _partition(old, start, fine, step_symbols, bits)
+    of_class, class_indices, sizes = np.zeros(indices.size, np.uint8), [indices], np.array([size])
     if mask and old is not None:
         flags |= FLAG_PARTITION
-        boundaries = classes.used_boundaries(mask, old_values.dtype.itemsize, start)
         of_class = classes.merged_classes(fine, mask).astype(np.uint8)
-        rank, sizes = classes.ranks(old, indices, of_class, boundaries)
         order = np.argsort(of_class, kind="stable")
-        rank, of_class = rank[order], of_class[order]
-        step_values, step_symbols = step_values[order], step_symbols[order]
-    else:
-        rank, sizes = indices, np.array([size])
-        of_class = np.zeros(indices.size, np.uint8)
+        of_class, step_values, step_symbols = of_class[order], step_values[order], step_symbols[order]
+        boundaries = classes.used_boundaries(mask, old_values.dtype.itemsize, start)
+        counts = classes.count_classes(old, boundaries)
+        sizes = counts.sum(axis=0)
+        class_ends = np.cumsum(np.bincount(of_class, minlength=sizes.size))[:-1]
+        class_indices = classes.ranks(old, boundaries, counts, np.split(indices[order], class_ends))
+    rank = np.concatenate(class_indices)
     moved = np.bincount(of_class, minlength=sizes.size)
     firsts = np.concatenate([[0], np.cumsum(moved)])
     gaps = np.diff(rank, prepend=-1) - 1

@@ -7,6 +7,8 @@ octave the distributions met here are flat, to a thousandth of a bit.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 DIRECT = 16
@@ -87,11 +89,10 @@ def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     up, 1 one down, 2 two up, 3 two down, and so on, modulo the number of patterns.
     """
     bits = old.dtype.itemsize * 8
-    difference = _ordered(new) - _ordered(old)
     half = np.int64(1) << (bits - 1)
+    difference = _ordered(new) - _ordered(old)
     difference = ((difference + half) & ((np.int64(1) << bits) - 1)) - half
-    magnitude = np.abs(difference) - 1
-    return (magnitude << 1) | (difference < 0)
+    return ((np.abs(difference) - 1) << 1) | (difference < 0)
 
 
 def apply_steps(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -106,6 +107,17 @@ def apply_steps(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 def _ordered(values: np.ndarray) -> np.ndarray:
     """Sign-magnitude patterns to int64, in the order of their numbers; -0 comes just before +0."""
-    half = np.int64(1) << (values.dtype.itemsize * 8 - 1)
-    wide = values.astype(np.int64)
-    return np.where(wide < half, wide + half, 2 * half - 1 - wide)
+    bits = values.dtype.itemsize * 8
+    if bits <= 16:
+        return _ordered_table(bits)[values]
+    return _compute_ordered(values.astype(np.int64), bits)
+
+
+def _compute_ordered(patterns: np.ndarray, bits: int) -> np.ndarray:
+    half = np.int64(1) << (bits - 1)
+    return np.where(patterns < half, patterns + half, 2 * half - 1 - patterns)
+
+
+@functools.cache
+def _ordered_table(bits: int) -> np.ndarray:
+    return _compute_ordered(np.arange(1 << bits, dtype=np.int64), bits)

@@ -197,8 +197,8 @@ def _glm4_moe_layers(names: Iterable[str]) -> list[_Layer]:
             key = (module, "row")
         else:
             raise ValueError(
-                f"{name}: no rule says how an engine runs this matrix; add it to the layers of its architecture "
-                "in rollout_bridge/quantization/plan.py, or to the tensors that stay BF16"
+                f"{name}: no rule says how an engine runs this matrix; add it to the layers of its "
+                "architecture in rollout_bridge/quantization/plan.py, or to the tensors that stay BF16"
             )
         grouped.setdefault(key, []).append(name)
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
