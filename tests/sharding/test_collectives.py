@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,17 @@ def test_every_kind_has_its_axes_and_bytes_whatever_the_device_order(mesh, order
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device of a slice, as far as a mesh looks at one."""
+
+    id: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "test"
+    device_kind: str = "test"
+
+
 ACROSS_SLICES = """HloModule jit_step, num_partitions=4
 
 ENTRY %main (p: f32[8,4]) -> f32[8,4] {
@@ -174,10 +185,7 @@ def test_a_program_of_one_slice_names_the_axes_of_the_whole_mesh(kind, target, e
     """Notation as the TPU compiler prints it. The data axis, 2 slices x 2 devices, is inside the tensor axis:
     device 1 of a slice is its second along data, device 2 its first along tensor.
     """
-    devices = [
-        SimpleNamespace(id=i, slice_index=i // 4, process_index=0, platform="test", device_kind="test")
-        for i in range(8)
-    ]
+    devices = [Device(i, slice_index=i // 4) for i in range(8)]
     mesh = MeshSpec({"tensor": 2, "data": 2}, dcn={"data": 2}).build(devices)
     text = ACROSS_SLICES.replace("KIND", kind).replace("TARGET", target)
     inside, across, tensor = collectives(text, mesh)
