@@ -33,7 +33,12 @@ class Scorer:
     """
 
     def __init__(
-        self, environment: Environment, *, timeout_seconds: float, concurrency: int = 8, max_abandoned: int = 64
+        self,
+        environment: Environment,
+        *,
+        timeout_seconds: float,
+        concurrency: int = 8,
+        max_abandoned: int = 64,
     ) -> None:
         self._environment = environment
         self._timeout = timeout_seconds
@@ -46,7 +51,8 @@ class Scorer:
             self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
             if len(self._abandoned) >= self._max_abandoned:
                 raise ScoringError(
-                    f"{task.name}: {len(self._abandoned)} verifier calls hang past their {self._timeout} s limit; "
+                    f"{task.name}: {len(self._abandoned)} verifier calls hang past their "
+                    f"{self._timeout} s limit; "
                     "fix the environment or raise the scoring timeout, then restart the worker"
                 )
             return await self._run(task, text)
@@ -63,7 +69,9 @@ class Scorer:
             try:
                 score = self._environment.score(task, text)
             except Exception as error:  # a verifier bug is the environment's failure, reported in the row
-                logger.warning("%s: scoring task %d raised %s: %s", task.name, task.index, type(error).__name__, error)
+                logger.warning(
+                    "%s: scoring task %d raised %s: %s", task.name, task.index, type(error).__name__, error
+                )
                 score = Score(
                     components={},
                     total=0.0,
@@ -81,5 +89,8 @@ class Scorer:
             self._abandoned.append(thread)
             logger.warning("%s: scoring task %d took over %s s", task.name, task.index, self._timeout)
             return Score(
-                components={}, total=0.0, status=Status.TIMEOUT, detail=f"verifier took over {self._timeout} s"
+                components={},
+                total=0.0,
+                status=Status.TIMEOUT,
+                detail=f"verifier took over {self._timeout} s",
             )

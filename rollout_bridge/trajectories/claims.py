@@ -1,11 +1,12 @@
 """Prompts are one global stream by index; workers claim ranges of it by conditional create, with leases.
 
-Claims form a chain: each starts where the one before it ends, and its key is its start. A range can therefore be
-created once only, whatever sizes workers ask for, and no index is skipped. An expired claim moves to another
-worker by compare-and-swap, and only the indices that no segment of its holders finished are generated again.
+Claims form a chain: each starts where the one before it ends, and its key is its start. A range can
+therefore be created once only, whatever sizes workers ask for, and no index is skipped. An expired claim
+moves to another worker by compare-and-swap, and only the indices that no segment of its holders finished
+are generated again.
 
-Leases compare clocks of different hosts: a clock ahead by a lease causes duplicate work, never duplicate training
-(a plan takes one copy of a group).
+Leases compare clocks of different hosts: a clock ahead by a lease causes duplicate work, never duplicate
+training (a plan takes one copy of a group).
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Claim:
         except (TypeError, KeyError) as error:
             raise ClaimError(f"{key} holds {value!r}, expected a claim ({error!r}); {_REMEDY}") from error
         if not good:
-            raise ClaimError(f"{key} holds {value!r}, which is not a claim on the range its key says; {_REMEDY}")
+            raise ClaimError(
+                f"{key} holds {value!r}, which is not a claim on the range its key says; {_REMEDY}"
+            )
         return claim
 
 
@@ -91,7 +94,8 @@ def grant(store: Store, groups: int) -> int:
 class ClaimBook:
     """One worker's view of the claims.
 
-    worker: its writer id. count: indices to claim at a time. lease_seconds: how long a claim outlives the last
+    worker: its writer id. count: indices to claim at a time. lease_seconds: how long a claim outlives the
+        last
     renewal; renew at a third of it. clock: unix seconds.
     """
 
@@ -105,7 +109,9 @@ class ClaimBook:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if count < 1 or lease_seconds <= 0:
-            raise ValueError(f"claim count {count} must be at least 1 and lease_seconds {lease_seconds} above 0")
+            raise ValueError(
+                f"claim count {count} must be at least 1 and lease_seconds {lease_seconds} above 0"
+            )
         self._store = store
         self._worker = worker
         self._count = count
@@ -114,7 +120,8 @@ class ClaimBook:
         self._done: dict[str, Claim] = {}
 
     def acquire(self) -> tuple[Claim, tuple[int, ...]] | None:
-        """A claim and the indices of it left to generate: the oldest expired one, else a new one within the credits.
+        """A claim and the indices of it left to generate: the oldest expired one, else a new one within the
+        credits.
 
         None when neither is there.
         """
@@ -178,7 +185,9 @@ class ClaimBook:
             return None
         unfinished = self.unfinished(mine)
         if unfinished:
-            logger.info("%s: %s takes over from %s, %d left", key, self._worker, claim.worker, len(unfinished))
+            logger.info(
+                "%s: %s takes over from %s, %d left", key, self._worker, claim.worker, len(unfinished)
+            )
             return mine, unfinished
         self.complete(mine)
         return None

@@ -1,4 +1,5 @@
-"""The fresh-token-fraction gate (Solar Open 2, arXiv 2607.20062): stale tokens are masked, stale trajectories dropped.
+"""The fresh-token-fraction gate (Solar Open 2, arXiv 2607.20062): stale tokens are masked, stale trajectories
+dropped.
 
 Freshness only falls as the trainer advances, so a trajectory refused once is refused for good.
 """
@@ -30,7 +31,9 @@ class Gate:
 
 
 def fresh_tokens(version_counts: Iterable[tuple[int, int]], *, version: int, max_lag: int) -> int:
-    """How many tokens are fresh, from (token version, count) pairs: fresh iff version - token version <= max_lag."""
+    """How many tokens are fresh, from (token version, count) pairs: fresh iff version - token version <=
+    max_lag.
+    """
     return sum(count for token_version, count in version_counts if version - token_version <= max_lag)
 
 

@@ -1,7 +1,8 @@
 """Environment-failure filter, group recovery and the group-mean baseline.
 
-A trajectory that failed for its environment's fault has no reward. If enough of its group is left, valid members
-are duplicated to restore the group's size; else the whole group is discarded (Solar Open 2, arXiv 2607.20062).
+A trajectory that failed for its environment's fault has no reward. If enough of its group is left, valid
+members are duplicated to restore the group's size; else the whole group is discarded (Solar Open 2, arXiv
+2607.20062).
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ def recovery_slots(
     return tuple(slots)
 
 
-def group_advantages(rewards: Sequence[float], *, divide_by_std: bool = False, epsilon: float = 1e-6) -> list[float]:
-    """Reward minus the group's mean (GRPO's baseline; dividing by the standard deviation is its original form).
+def group_advantages(
+    rewards: Sequence[float], *, divide_by_std: bool = False, epsilon: float = 1e-6
+) -> list[float]:
+    """Reward minus the group's mean (GRPO's baseline; dividing by the standard deviation is its original
+    form).
 
     rewards: of the valid members, each once. Exact sums, so the order of the members changes no bit.
     """

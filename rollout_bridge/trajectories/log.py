@@ -1,7 +1,8 @@
-"""The trajectory log: `trajectories/<writer>/<sequence>.parquet`, written once, read incrementally, checked on arrival.
+"""The trajectory log: `trajectories/<writer>/<sequence>.parquet`, written once, read incrementally, checked.
 
-A writer id belongs to one process start, so each key has one writer and a conditional create never overwrites.
-Evaluations go through the same codec under `evaluations/<id>/`, and no reader of the log looks there.
+A writer id belongs to one process start, so each key has one writer and a conditional create never
+overwrites. Evaluations go through the same codec under `evaluations/<id>/`, and no reader of the log looks
+there.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def reference(trajectory: Trajectory, *, segment: str, row: int) -> TrajectoryRe
 class SegmentWriter:
     """Appends immutable segments under one writer id.
 
-    A second writer with the same id continues its sequence and overwrites nothing. Raises `ValueError` for an id
-    that is not letters, digits, `._-`.
+    A second writer with the same id continues its sequence and overwrites nothing. Raises `ValueError` for
+    an id that is not letters, digits, `._-`.
     """
 
     def __init__(self, store: Store, writer_id: str) -> None:
@@ -98,13 +99,16 @@ class SegmentWriter:
         for trajectory in trajectories:
             if trajectory.purpose != "train":
                 raise segment.SegmentError(
-                    f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r}: the training log takes 'train' only"
+                    f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r}: the training "
+                    "log takes 'train' only"
                 )
         while True:
             key = segment_key(self.writer_id, self._sequence)
             data = segment.encode(trajectories, writer=self.writer_id, sequence=self._sequence)
             self._sequence += 1
-            if self._store.create(key, data) or self._store.read(key) == data:  # or: created, the answer got lost
+            if (
+                self._store.create(key, data) or self._store.read(key) == data
+            ):  # or: created, the answer got lost
                 return key
             logger.warning("%s exists already: another process writes as %s", key, self.writer_id)
 
@@ -123,7 +127,8 @@ def decode_training(data: bytes) -> list[Trajectory]:
     for trajectory in trajectories:
         if trajectory.purpose != "train":
             raise segment.SegmentError(
-                f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r} in the training log, expected 'train'"
+                f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r} in the training "
+                "log, expected 'train'"
             )
     return trajectories
 
@@ -134,16 +139,20 @@ class LogReader:
 
     skip: segment keys not to read at all (everything in them is settled already).
     quarantined: bad segments by key, with what is wrong with them; never read again.
+    quarantined_groups: ids of the groups that readable footers of bad segments call finished.
     segment_rows: rows of each good segment read so far.
     """
 
     store: Store
     skip: frozenset[str] = frozenset()
     quarantined: dict[str, str] = field(default_factory=dict)
+    quarantined_groups: set[str] = field(default_factory=set)
     segment_rows: dict[str, int] = field(default_factory=dict)
 
     def poll(self) -> list[TrajectoryRef]:
-        """Trajectories of the segments that are new, in key order. A bad segment is quarantined, not raised."""
+        """Trajectories of the segments that are new, in key order. A bad segment is quarantined, not
+        raised.
+        """
         refs: list[TrajectoryRef] = []
         for key in self.store.list(PREFIX):
             if key in self.segment_rows or key in self.quarantined or key in self.skip:
@@ -152,14 +161,17 @@ class LogReader:
         return refs
 
     def _read(self, key: str) -> list[TrajectoryRef]:
+        data = self.store.read(key) or b""
         try:
             if not _KEY.fullmatch(key):
                 raise segment.SegmentError("its key is not trajectories/<writer>/<8 digits>.parquet")
-            trajectories = read_segment(self.store, key)
+            trajectories = decode_training(data)
         except segment.SegmentError as error:
             self.quarantined[key] = str(error)
+            self.quarantined_groups.update(_claimed_groups(data))
             logger.warning(
-                "quarantined %s (%d so far): %s. The run goes on without it; look at the worker that wrote it",
+                "quarantined %s (%d so far): %s. The run goes on without it; look at the worker "
+                "that wrote it",
                 key,
                 len(self.quarantined),
                 error,
@@ -167,3 +179,10 @@ class LogReader:
             return []
         self.segment_rows[key] = len(trajectories)
         return [reference(trajectory, segment=key, row=row) for row, trajectory in enumerate(trajectories)]
+
+
+def _claimed_groups(data: bytes) -> list[str]:
+    try:
+        return [segment.group_id(prompt) for prompt in segment.finished_prompts(data)]
+    except segment.SegmentError:
+        return []  # not even the footer can be read

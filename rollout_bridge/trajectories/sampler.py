@@ -1,5 +1,5 @@
-"""Length- and freshness-aware sampling (Solar Open 2, arXiv 2607.20062): a surplus is kept in length bins, each
-step draws evenly from the bins, and inside a bin the oldest goes first.
+"""Length- and freshness-aware sampling (Solar Open 2, arXiv 2607.20062): a surplus is kept in length bins,
+each step draws evenly from the bins, and inside a bin the oldest goes first.
 
 Pure: which item comes next depends on the items and the cursor, never on the order they are given in.
 """
@@ -36,7 +36,9 @@ def length_bin(tokens: int, edges: Sequence[int]) -> int:
 
 
 def draw_order(items: Iterable[C], *, edges: Sequence[int], cursor: int) -> Iterator[tuple[C, int]]:
-    """Every item once, one from each bin in turn starting at bin `cursor`, with the cursor to continue from."""
+    """Every item once, one from each bin in turn starting at bin `cursor`, with the cursor to continue
+    from.
+    """
     bins: list[list[C]] = [[] for _ in range(len(edges) + 1)]
     for item in items:
         bins[length_bin(item.tokens, edges)].append(item)

@@ -1,7 +1,7 @@
-"""Segments: trajectories <-> immutable Parquet bytes that pandas and DuckDB open, checked before they are believed.
+"""Segments: trajectories <-> Parquet bytes that pandas and DuckDB open, checked before they are believed.
 
-The footer's metadata say which prompt indices the segment finished, so that a reissued claim skips them. Whether
-bytes are a good segment is a function of the bytes alone: every reader quarantines the same ones.
+The footer's metadata say which prompt indices the segment finished, so that a reissued claim skips them.
+Whether bytes are a good segment is a function of the bytes alone: every reader quarantines the same ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -74,7 +75,9 @@ def group_id(prompt_index: int) -> str:
 
 
 def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) -> bytes:
-    """Parquet bytes (zstd) of whole groups; the same trajectories are the same bytes. Raises `SegmentError`."""
+    """Parquet bytes (zstd) of whole groups; the same trajectories are the same bytes. Raises
+    `SegmentError`.
+    """
     _check_groups(trajectories)
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, row)
@@ -89,7 +92,9 @@ def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) ->
         columns["rewards"].append(sorted(t.rewards.items()))
         columns["metadata"].append(sorted(t.metadata.items()))
         experts = t.routed_experts
-        columns["routed_experts"].append(None if experts is None else np.asarray(experts, np.int16).reshape(-1))
+        columns["routed_experts"].append(
+            None if experts is None else np.asarray(experts, np.int16).reshape(-1)
+        )
         columns["routed_experts_shape"].append(None if experts is None else list(experts.shape))
     table = pa.table([pa.array(columns[f.name], f.type) for f in SCHEMA], schema=SCHEMA)
     table = table.replace_schema_metadata(
@@ -123,7 +128,9 @@ def decode(data: bytes) -> list[Trajectory]:
     _check_groups(trajectories)
     found = {t.prompt_index for t in trajectories}
     if found != set(finished):
-        raise SegmentError(f"the footer says prompts {sorted(finished)} are finished, the rows hold {sorted(found)}")
+        raise SegmentError(
+            f"the footer says prompts {sorted(finished)} are finished, the rows hold {sorted(found)}"
+        )
     return trajectories
 
 
@@ -152,7 +159,9 @@ def _open(data: bytes) -> pq.ParquetFile:
     if not 0 <= size <= MAX_UNCOMPRESSED_BYTES:
         raise SegmentError(f"{size} bytes uncompressed, expected at most {MAX_UNCOMPRESSED_BYTES}")
     if not parquet.schema_arrow.equals(SCHEMA):
-        raise SegmentError(f"columns are {parquet.schema_arrow.names}, or of other types, expected {SCHEMA.names}")
+        raise SegmentError(
+            f"columns are {parquet.schema_arrow.names}, or of other types, expected {SCHEMA.names}"
+        )
     return parquet
 
 
@@ -171,26 +180,29 @@ def _finished(parquet: pq.ParquetFile) -> tuple[int, ...]:
 
 
 def _rows(table: pa.Table) -> list[Trajectory]:
-    plain = {name: table[name].to_pylist() for name in SCHEMA.names if name not in {*_PER_TOKEN, "routed_experts"}}
+    plain = {
+        name: table[name].to_pylist() for name in SCHEMA.names if name not in {*_PER_TOKEN, "routed_experts"}
+    }
     arrays = {name: _split(table[name]) for name in (*_PER_TOKEN, "routed_experts")}
     rows = []
     for i in range(table.num_rows):
         shape = plain["routed_experts_shape"][i]
         if (shape is None) != (arrays["routed_experts"][i] is None):
-            raise ValueError(f"row {i}: routed_experts and routed_experts_shape must be both set or both null")
+            raise ValueError(
+                f"row {i}: routed_experts and routed_experts_shape must be both set or both null"
+            )
+        fields: dict[str, Any] = {name: plain[name][i] for name in _AS_THEY_ARE}
+        fields |= {name: _array(arrays[name][i], dtype, name, i) for name, dtype in _PER_TOKEN.items()}
+        if shape is not None:
+            flat = _array(arrays["routed_experts"][i], np.int16, "routed_experts", i)
+            fields["routed_experts"] = flat.reshape([_non_negative(axis) for axis in shape])
         rows.append(
             Trajectory(
-                **{name: plain[name][i] for name in _AS_THEY_ARE},
-                **{name: _array(arrays[name][i], dtype, name, i) for name, dtype in _PER_TOKEN.items()},
                 turns=tuple(Turn(TurnKind(u["kind"]), u["start"], u["end"]) for u in plain["turns"][i]),
                 status=Status(plain["status"][i]),
                 rewards=dict(plain["rewards"][i]),
                 metadata=dict(plain["metadata"][i]),
-                routed_experts=None
-                if shape is None
-                else _array(arrays["routed_experts"][i], np.int16, "routed_experts", i).reshape(
-                    [_non_negative(axis) for axis in shape]
-                ),
+                **fields,
             )
         )
     return rows
@@ -223,9 +235,18 @@ def _check(t: Trajectory, row: int) -> None:
     expect(all(isinstance(value, str) for value in text), "a text field is missing")
     numbers = [t.prompt_index, t.member, t.temperature, t.seed, t.max_tokens, t.reward, t.created_at]
     numbers += [t.generate_seconds, *t.rewards.values()]
-    expect(all(value is not None and np.isfinite(value) for value in numbers), "a number is missing or not finite")
-    expect(t.prompt_index >= 0 and t.group_id == group_id(t.prompt_index), f"group {t.group_id} is not its prompt's")
-    expect(t.member >= 0 and t.trajectory_id == f"{t.group_id}/{t.member}", f"is not member {t.member} of its group")
+    expect(
+        all(value is not None and np.isfinite(value) for value in numbers),
+        "a number is missing or not finite",
+    )
+    expect(
+        t.prompt_index >= 0 and t.group_id == group_id(t.prompt_index),
+        f"group {t.group_id} is not its prompt's",
+    )
+    expect(
+        t.member >= 0 and t.trajectory_id == f"{t.group_id}/{t.member}",
+        f"is not member {t.member} of its group",
+    )
     tokens = len(t.token_ids)
     for name in _PER_TOKEN:
         shape = np.shape(getattr(t, name))
@@ -234,17 +255,25 @@ def _check(t: Trajectory, row: int) -> None:
     trainable = np.asarray(t.trainable, bool)
     expect(np.isfinite(t.behavior_logprobs).all(), "behavior_logprobs are not finite")
     expect((np.asarray(t.behavior_logprobs) <= 1e-3).all(), "behavior_logprobs are above 0")
-    expect((np.asarray(t.behavior_logprobs)[~trainable] == 0).all(), "behavior_logprobs of prompt tokens are not 0")
+    expect(
+        (np.asarray(t.behavior_logprobs)[~trainable] == 0).all(),
+        "behavior_logprobs of prompt tokens are not 0",
+    )
     expect((np.asarray(t.versions)[trainable] >= 0).all(), "a trainable token has no version")
     expect((np.asarray(t.versions)[~trainable] == -1).all(), "a token that is not trainable has a version")
     if t.status in (Status.OK, Status.MALFORMED):
         expect(trainable.any(), f"status {t.status} without a trainable token")
     ends = [turn.end for turn in t.turns]
-    expect([turn.start for turn in t.turns] == [0, *ends[:-1]] and ends[-1:] == [tokens], "turns do not cover it")
+    expect(
+        [turn.start for turn in t.turns] == [0, *ends[:-1]] and ends[-1:] == [tokens], "turns do not cover it"
+    )
     expect(ends == sorted(ends), "turns overlap")
     if t.routed_experts is not None:
         shape = t.routed_experts.shape
-        expect(len(shape) == 3 and shape[0] == tokens, f"routed_experts has shape {shape}, expected ({tokens}, L, k)")
+        expect(
+            len(shape) == 3 and shape[0] == tokens,
+            f"routed_experts has shape {shape}, expected ({tokens}, L, k)",
+        )
         expect((t.routed_experts >= -1).all(), "routed_experts has an index below -1")
 
 

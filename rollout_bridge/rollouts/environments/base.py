@@ -9,7 +9,9 @@ from rollout_bridge.trajectories.schema import Status
 
 
 class EnvironmentConfigError(ValueError):
-    """An environment cannot be built as configured; the message names the option, its value and the remedy."""
+    """An environment cannot be built as configured; the message names the option, its value and the
+    remedy.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class Score:
     """What an answer was worth.
 
     components: reward components by name; total: the reward trained on, in [0, 1].
-    status: `OK`, or why there is no reward (then total is 0); `MALFORMED` is the policy's fault and is trained on.
+    status: `OK`, or why there is no reward (then total is 0); `MALFORMED` is the policy's fault and is
+        trained on.
     detail: what went wrong, for the trajectory's metadata.
     """
 

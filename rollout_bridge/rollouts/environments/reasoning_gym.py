@@ -1,8 +1,9 @@
 """Any dataset of the reasoning-gym library as an environment: procedural questions with a verifier.
 
-A dataset draws question `i` from seed + i, and different indices may draw the same question. The index space is
-therefore cut into a held-out region and a training region, and a training task whose question is a held-out one
-is redrawn from elsewhere in the training region, so that neither an index nor a question is ever in both splits.
+A dataset draws question `i` from seed + i, and different indices may draw the same question. The index
+space is therefore cut into a held-out region and a training region, and a training task whose question is a
+held-out one is redrawn from elsewhere in the training region, so that neither an index nor a question is
+ever in both splits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rollout_bridge.trajectories.schema import Status
 
 logger = logging.getLogger(__name__)
 
-# Draws before a training question counts as unobtainable: where half of all draws collide, one task in 2^64 fails.
+# Draws before a training question counts as unobtainable: where half of all draws collide, one task in 2^64
+# fails.
 DRAWS = 64
 # Draws a held-out task may cost on average before its questions count as not distinct enough.
 HELD_OUT_DRAWS = 8
@@ -30,11 +32,11 @@ class ReasoningGym:
     """Training split; `held_out` is the other one.
 
     dataset, options: name and configuration of a reasoning-gym dataset; seed: of all its questions.
-    train_size, held_out_size: number of tasks in each split. Questions of the held-out split are distinct. A few
-        datasets (acre, for one) make all their questions when built: keep train_size small for those.
+    train_size, held_out_size: number of tasks in each split. Questions of the held-out split are distinct. A
+        few datasets (acre, for one) make all their questions when built: keep train_size small for those.
     system_prompt: put before every question if not empty.
-    answer_tag: if not empty, only the text between the last <tag> and </tag> is scored; an answer without them is
-        `MALFORMED` with reward 0.
+    answer_tag: if not empty, only the text between the last <tag> and </tag> is scored; an answer without
+        them is `MALFORMED` with reward 0.
     reward: which component is trained on: "correct" (the dataset's own score, often with partial credit) or
         "exact" (1 iff that score is 1).
 
@@ -54,10 +56,13 @@ class ReasoningGym:
         reward: str = "correct",
     ) -> None:
         if reward not in REWARDS:
-            raise EnvironmentConfigError(f"reasoning_gym: reward {reward!r} is not one of {', '.join(REWARDS)}")
+            raise EnvironmentConfigError(
+                f"reasoning_gym: reward {reward!r} is not one of {', '.join(REWARDS)}"
+            )
         if train_size < 1 or held_out_size < 0:
             raise EnvironmentConfigError(
-                f"reasoning_gym: train_size {train_size} must be at least 1 and held_out_size {held_out_size} at least 0"
+                f"reasoning_gym: train_size {train_size} must be at least 1 and held_out_size "
+                f"{held_out_size} at least 0"
             )
         self.name = f"reasoning_gym/{dataset}"
         self.size = train_size
@@ -83,7 +88,8 @@ class ReasoningGym:
         if len(questions) < self._held_out_size:
             raise EnvironmentConfigError(
                 f"{self.name}: held_out_size {self._held_out_size} asks for more distinct questions than the "
-                f"{len(questions)} found in {self._train_start} draws; lower it or widen the dataset's options"
+                f"{len(questions)} found in {self._train_start} draws; lower it or widen the "
+                "dataset's options"
             )
         return questions
 
@@ -120,7 +126,8 @@ class ReasoningGym:
         )
 
     def worked_answer(self, index: int) -> tuple[str, str]:
-        """Question and a correct answer of training task `index`, for a warm start; tagged as scoring wants it.
+        """Question and a correct answer of training task `index`, for a warm start; tagged as scoring wants
+        it.
 
         Raises `EnvironmentConfigError` where the dataset states no answer (a few only verify).
         """
@@ -139,8 +146,8 @@ class ReasoningGym:
     def score(self, task: Task, text: str) -> Score:
         """Components "correct" (the dataset's score) and "exact" (1 iff that is 1).
 
-        A scorer that raises, or returns something outside [0, 1], is an environment failure: the policy is not
-        blamed for it.
+        A scorer that raises, or returns something outside [0, 1], is an environment failure: the policy is
+        not blamed for it.
         """
         answer = text.strip()
         if self._answer_tag:
@@ -156,7 +163,9 @@ class ReasoningGym:
         try:
             correct = float(self._dataset.score_answer(answer, task.data["entry"]))
         except Exception as error:  # any verifier bug is the environment's failure, reported in the row
-            logger.warning("%s: scoring task %d raised %s: %s", self.name, task.index, type(error).__name__, error)
+            logger.warning(
+                "%s: scoring task %d raised %s: %s", self.name, task.index, type(error).__name__, error
+            )
             return _failure(f"{type(error).__name__}: {error}")
         if not (math.isfinite(correct) and -1e-6 <= correct <= 1 + 1e-6):
             return _failure(f"score {correct} is not in [0, 1]")
@@ -205,4 +214,6 @@ def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise EnvironmentConfigError(f"reasoning_gym: dataset {name!r} refuses options {options!r}: {error}") from error
+        raise EnvironmentConfigError(
+            f"reasoning_gym: dataset {name!r} refuses options {options!r}: {error}"
+        ) from error

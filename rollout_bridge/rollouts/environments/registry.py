@@ -20,10 +20,14 @@ def create(name: str, options: Mapping[str, Any]) -> Environment:
     Raises `EnvironmentConfigError` for an unknown name, an option it does not have, or a missing library.
     """
     if name not in ENVIRONMENTS:
-        raise EnvironmentConfigError(f"environment {name!r} is unknown; known ones: {', '.join(sorted(ENVIRONMENTS))}")
+        raise EnvironmentConfigError(
+            f"environment {name!r} is unknown; known ones: {', '.join(sorted(ENVIRONMENTS))}"
+        )
     module, attribute = ENVIRONMENTS[name]
     factory: Callable[..., Environment] = getattr(import_module(module), attribute)
     try:
         return factory(**options)
     except TypeError as error:
-        raise EnvironmentConfigError(f"environment {name!r} does not take options {dict(options)!r}: {error}") from error
+        raise EnvironmentConfigError(
+            f"environment {name!r} does not take options {dict(options)!r}: {error}"
+        ) from error

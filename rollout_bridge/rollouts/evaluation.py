@@ -1,0 +1,240 @@
+"""Evaluation requests: held-out prompts, greedy, at exactly one version; logged apart, never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, Request, RolloutEngine
+from rollout_bridge.rollouts import episodes
+from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.generation import WorkerSettings, generate
+from rollout_bridge.rollouts.rewards import Scorer
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories import segment
+from rollout_bridge.trajectories.groups import VALID
+from rollout_bridge.trajectories.schema import Trajectory
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = "control/evaluations/"
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out prompts [start, stop) at policy `version`; void after `expires` (unix seconds)."""
+
+    id: str
+    version: int
+    start: int
+    stop: int
+    expires: float
+
+    @property
+    def result_key(self) -> str:
+        return f"evaluations/{self.id}/result.json"
+
+    @property
+    def claim_key(self) -> str:
+        return f"evaluations/{self.id}/claim.json"
+
+
+def parse(key: str, value: Any) -> Evaluation:
+    """Raises `ValueError` unless `value` is an evaluation request that `key` may hold."""
+    try:
+        start, stop = value["prompts"]
+        evaluation = Evaluation(
+            id=value["id"], version=value["version"], start=start, stop=stop, expires=float(value["expires"])
+        )
+        good = bool(_ID.fullmatch(evaluation.id)) and key == f"{REQUESTS}{evaluation.id}.json"
+        good = (
+            good
+            and all(type(n) is int and n >= 0 for n in (evaluation.version, start, stop))
+            and start < stop
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{key} holds {value!r}, expected an evaluation request ({error!r})") from error
+    if not good:
+        raise ValueError(f"{key} holds {value!r}, expected its own id, a version and prompts [start, stop)")
+    return evaluation
+
+
+class Evaluator:
+    """Finds evaluation requests and answers them, one worker each (a lease, as with prompts)."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: RolloutEngine,
+        environment: Environment,
+        tokenizer: episodes.Tokenizer,
+        scorer: Scorer,
+        settings: WorkerSettings,
+        *,
+        worker: str,
+        stop_ids: Sequence[int],
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+        self._settings = settings
+        self._worker = worker
+        self._stop_ids = tuple(stop_ids)
+        self._closed: set[str] = set()  # answered, expired, or not for this engine
+
+    async def next(self) -> Evaluation | None:
+        """A request nobody answers yet, claimed for this worker; None if there is none for its engine."""
+        for key in await asyncio.to_thread(self._store.list, REQUESTS):
+            if key in self._closed:
+                continue
+            try:
+                evaluation = parse(key, await asyncio.to_thread(self._store.read_json, key))
+            except ValueError as error:
+                logger.warning("ignored evaluation request: %s", error)
+                self._closed.add(key)
+                continue
+            answered = await asyncio.to_thread(self._store.read, evaluation.result_key)
+            try:
+                version = await self._engine.version()
+            except EngineError as error:
+                logger.warning("engine %s does not say its version: %s", self._engine.name, error)
+                return None
+            if answered is not None or evaluation.expires <= time.time():
+                self._closed.add(key)
+            elif version is not None and version > evaluation.version:
+                logger.info(
+                    "evaluation %s wants version %d, past it at %d",
+                    evaluation.id,
+                    evaluation.version,
+                    version,
+                )
+                self._closed.add(key)
+            elif await asyncio.to_thread(self._claim, evaluation):
+                return evaluation
+        return None
+
+    async def run(self, evaluation: Evaluation) -> None:
+        """Generates, scores, logs the rows, then writes the result once.
+
+        Leaves the request to others, without a result, if it expires first.
+        """
+        keeper = asyncio.create_task(self._keep(evaluation))
+        try:
+            if evaluation.stop > (size := self._environment.size):
+                problem = f"prompts up to {evaluation.stop} asked for, the environment holds out {size}"
+                await self._finish(evaluation, [], error=f"{problem}; raise held_out_size or ask for fewer")
+                return
+            slots = asyncio.Semaphore(self._settings.max_concurrent_groups * self._settings.group_size)
+            rows = await asyncio.gather(
+                *(
+                    self._episode(evaluation, index, slots)
+                    for index in range(evaluation.start, evaluation.stop)
+                )
+            )
+            done = [row for row in rows if row is not None]
+            if len(done) < len(rows):
+                logger.warning(
+                    "evaluation %s expired with %d of %d prompts answered",
+                    evaluation.id,
+                    len(done),
+                    len(rows),
+                )
+            else:
+                await self._finish(evaluation, done)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+    async def _episode(
+        self, evaluation: Evaluation, index: int, slots: asyncio.Semaphore
+    ) -> Trajectory | None:
+        """One held-out answer; None if the engine aborted it until the request expired."""
+        async with slots:
+            task = self._environment.task(index)
+            request = Request(
+                request_id=f"eval-{evaluation.id}-{index}",
+                prompt_ids=episodes.prompt_ids(self._tokenizer, task),
+                max_tokens=self._settings.max_tokens,
+                temperature=0.0,
+                seed=0,
+                stop_ids=self._stop_ids,
+                purpose=Purpose.EVAL,
+                exact_version=evaluation.version,
+            )
+            [(request, completion)] = await generate(
+                self._engine,
+                [request],
+                settings=self._settings,
+                again=lambda request, _: request,
+                abort_retries=None,
+                deadline=evaluation.expires,
+            )
+            if completion.finish_reason is FinishReason.ABORT:
+                return None
+            text = episodes.answer_text(self._tokenizer, completion.token_ids)
+            return episodes.trajectory(
+                task=task,
+                request=request,
+                completion=completion,
+                score=await self._scorer.score(task, text),
+                prompt_index=index,
+                member=0,
+                engine=self._engine.name,
+                worker=self._worker,
+                created_at=time.time(),
+            )
+
+    async def _finish(self, evaluation: Evaluation, rows: list[Trajectory], *, error: str = "") -> None:
+        """Rows first, the result last: who sees the result can read every row."""
+        size = self._settings.segment_groups * self._settings.group_size
+        for number, start in enumerate(range(0, len(rows), size)):
+            data = segment.encode(rows[start : start + size], writer=self._worker, sequence=number)
+            key = f"evaluations/{evaluation.id}/{self._worker}-{number}.parquet"
+            await asyncio.to_thread(self._store.create, key, data)
+        result = {**summary(rows), **({"error": error} if error else {})}
+        result |= {
+            "id": evaluation.id,
+            "version": evaluation.version,
+            "prompts": [evaluation.start, evaluation.stop],
+            "worker": self._worker,
+            "time": time.time(),
+        }
+        if not await asyncio.to_thread(self._store.create_json, evaluation.result_key, result):
+            logger.warning("evaluation %s was answered by another worker meanwhile", evaluation.id)
+        self._closed.add(f"{REQUESTS}{evaluation.id}.json")
+
+    async def _keep(self, evaluation: Evaluation) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_seconds / 3)
+            await asyncio.to_thread(self._claim, evaluation)
+
+    def _claim(self, evaluation: Evaluation) -> bool:
+        """Takes or renews the request; False while another worker's lease is live."""
+        found, generation = self._store.read_json_with_generation(evaluation.claim_key)
+        if found is not None and found["worker"] != self._worker and found["lease_until"] > time.time():
+            return False
+        lease = {"worker": self._worker, "lease_until": time.time() + self._settings.lease_seconds}
+        return self._store.swap_json(evaluation.claim_key, lease, generation)
+
+
+def summary(rows: Sequence[Trajectory]) -> dict[str, Any]:
+    """Mean reward and components over valid rows; None where there is none. `failed` counts the others."""
+    valid = [row for row in rows if row.status in VALID]
+    names = sorted({name for row in valid for name in row.rewards})
+    return {
+        "count": len(valid),
+        "failed": len(rows) - len(valid),
+        "reward_mean": float(np.mean([row.reward for row in valid])) if valid else None,
+        "components": {name: float(np.mean([row.rewards.get(name, 0.0) for row in valid])) for name in names},
+        "mean_tokens": float(np.mean([row.trainable.sum() for row in valid])) if valid else None,
+    }

@@ -1,0 +1,298 @@
+"""The rollout worker: claims prompts, keeps the engine busy with groups, scores them, writes segments.
+
+A claim is complete only after every index of it is in a durable segment, so a worker may die at any moment:
+its claims expire, and what no segment finished is generated again. Evaluation requests go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from rollout_bridge.engines.protocol import Purpose, Request, RolloutEngine
+from rollout_bridge.rollouts import episodes
+from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.evaluation import Evaluator
+from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings, generate, wait_ready
+from rollout_bridge.rollouts.rewards import Scorer
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.claims import CREDITS, Claim, ClaimBook
+from rollout_bridge.trajectories.log import SegmentWriter
+from rollout_bridge.trajectories.schema import Trajectory
+
+logger = logging.getLogger(__name__)
+
+STATE = "control/state.json"
+
+
+@dataclass
+class _Held:
+    """A claim being worked on: indices not started, and those started but not yet in a segment."""
+
+    claim: Claim
+    todo: deque[int]
+    open: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a worker did in its life."""
+
+    writer: str
+    groups: int
+    segments: int
+    evaluations: int
+
+
+class RolloutWorker:
+    """Runs until the trainer says finished, `stop` is set, or SIGTERM.
+
+    worker_id: a name for people; its writer id is that and a random suffix, new at each start.
+    stop_ids: taken from the tokenizer if the settings name none.
+    clock: unix seconds, for leases.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: RolloutEngine,
+        environment: Environment,
+        tokenizer: episodes.Tokenizer,
+        settings: WorkerSettings,
+        worker_id: str,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._clock = clock
+        self.writer_id = f"{worker_id}-{uuid.uuid4().hex[:8]}"
+        if not settings.stop_ids and tokenizer.eos_token_id is None:
+            raise WorkerError(
+                "rollouts.stop_ids is empty and the tokenizer has no end-of-sequence token; answers "
+                "would never end"
+            )
+        self._stop_ids = settings.stop_ids or (int(tokenizer.eos_token_id),)
+        self._writer = SegmentWriter(store, self.writer_id)
+        self._book = ClaimBook(
+            store,
+            self.writer_id,
+            count=settings.claim_groups,
+            lease_seconds=settings.lease_seconds,
+            clock=clock,
+        )
+        self._moves = asyncio.Lock()  # one compare-and-swap of a claim at a time: two would refuse each other
+        self._held: dict[int, _Held] = {}
+        self._groups: dict[
+            asyncio.Task[list[Trajectory]], tuple[int, int]
+        ] = {}  # task -> (claim start, index)
+        self._buffer: list[tuple[int, list[Trajectory]]] = []
+        self._buffered_at = 0.0
+        self._written_groups = self._written_segments = self._evaluations = 0
+
+    async def run(self, stop: asyncio.Event | None = None) -> WorkerReport:
+        """Works until told to end; then flushes finished groups, releases its claims and reports.
+
+        Raises `WorkerError` after a wait that was too long, and whatever the store raises; its claims then
+        expire.
+        """
+        stop = stop if stop is not None else _stop_on_signals()
+        settings = self._settings
+        scorer = Scorer(self._environment, timeout_seconds=settings.score_timeout_seconds)
+        evaluator = Evaluator(
+            self._store,
+            self._engine,
+            self._environment.held_out,
+            self._tokenizer,
+            Scorer(self._environment.held_out, timeout_seconds=settings.score_timeout_seconds),
+            settings,
+            worker=self.writer_id,
+            stop_ids=self._stop_ids,
+        )
+        evaluation: asyncio.Task[None] | None = None
+        keeper = asyncio.create_task(self._keep_leases())
+        stopping = asyncio.create_task(stop.wait())
+        busy_at = time.monotonic()
+        try:
+            await wait_ready(
+                self._engine, timeout=settings.engine_timeout_seconds, poll=settings.poll_seconds
+            )
+            while not stop.is_set() and not await self._finished():
+                if evaluation is None and (request := await evaluator.next()) is not None:
+                    evaluation = asyncio.create_task(evaluator.run(request))
+                if evaluation is None:
+                    await self._start_groups(scorer)
+                waiting = {keeper, stopping, *self._groups, *([evaluation] if evaluation else [])}
+                await asyncio.wait(
+                    waiting, timeout=settings.poll_seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._collect()
+                if keeper.done():
+                    keeper.result()  # it ends only by an exception
+                if evaluation is not None and evaluation.done():
+                    evaluation.result()
+                    evaluation = None
+                    self._evaluations += 1
+                await self._flush(everything=False)
+                if self._groups or evaluation is not None or self._buffer:
+                    busy_at = time.monotonic()
+                elif time.monotonic() - busy_at > settings.idle_timeout_seconds:
+                    raise WorkerError(
+                        f"waited {settings.idle_timeout_seconds:g} s for {CREDITS} in "
+                        f"{self._store.url} to allow more "
+                        "prompts, or for an evaluation request: is the trainer running on this store?"
+                    )
+        finally:
+            running = [keeper, stopping, *self._groups, *([evaluation] if evaluation else [])]
+            self._collect(raise_errors=False)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await self._flush(everything=True)
+            for held in self._held.values():
+                await asyncio.to_thread(self._book.release, held.claim)
+        return WorkerReport(self.writer_id, self._written_groups, self._written_segments, self._evaluations)
+
+    async def _finished(self) -> bool:
+        state = await asyncio.to_thread(self._store.read_json, STATE)
+        return state is not None and state.get("phase") == "finished"
+
+    async def _start_groups(self, scorer: Scorer) -> None:
+        """Keeps `max_concurrent_groups` in flight, claiming more prompts when those held run out."""
+        while len(self._groups) < self._settings.max_concurrent_groups:
+            held = next((held for held in self._held.values() if held.todo), None)
+            if held is None:
+                acquired = await asyncio.to_thread(self._book.acquire)
+                if acquired is None:
+                    return
+                claim, indices = acquired
+                held = self._held[claim.start] = _Held(claim, deque(indices))
+            index = held.todo.popleft()
+            held.open.add(index)
+            task = asyncio.create_task(self._group(index, held.claim.attempt, scorer))
+            self._groups[task] = (held.claim.start, index)
+
+    async def _group(self, index: int, attempt: int, scorer: Scorer) -> list[Trajectory]:
+        """All answers to prompt `index`, scored."""
+        settings = self._settings
+        task = self._environment.task(index % self._environment.size)
+        ids = episodes.prompt_ids(self._tokenizer, task)
+
+        def request(member: int, tries: int) -> Request:
+            # Attempts of claims and tries of requests never share a seed: tries are far below 2^16.
+            seed = episodes.derive_seed(settings.run_seed, index, member, (attempt << 16) + tries)
+            return Request(
+                request_id=f"{self.writer_id}-{index}-{member}",
+                prompt_ids=ids,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                seed=seed,
+                stop_ids=self._stop_ids,
+                purpose=Purpose.TRAIN,
+            )
+
+        def again(asked: Request, tries: int) -> Request:
+            return replace(asked, seed=request(int(asked.request_id.rpartition("-")[2]), tries).seed)
+
+        answers = await generate(
+            self._engine,
+            [request(member, 0) for member in range(settings.group_size)],
+            settings=settings,
+            again=again,
+            abort_retries=settings.abort_retries,
+            deadline=float("inf"),
+        )
+        texts = [episodes.answer_text(self._tokenizer, completion.token_ids) for _, completion in answers]
+        scores = await asyncio.gather(*(scorer.score(task, text) for text in texts))
+        created_at = self._clock()
+        return [
+            episodes.trajectory(
+                task=task,
+                request=asked,
+                completion=completion,
+                score=score,
+                prompt_index=index,
+                member=member,
+                engine=self._engine.name,
+                worker=self.writer_id,
+                created_at=created_at,
+            )
+            for member, ((asked, completion), score) in enumerate(zip(answers, scores, strict=True))
+        ]
+
+    def _collect(self, *, raise_errors: bool = True) -> None:
+        """Moves finished groups to the buffer. Errors of groups end the worker."""
+        for task in [task for task in self._groups if task.done()]:
+            start, index = self._groups.pop(task)
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if error is None:
+                if not self._buffer:
+                    self._buffered_at = time.monotonic()
+                self._buffer.append((start, task.result()))
+            elif raise_errors:
+                raise error
+            else:
+                logger.error("prompt %d failed while the worker was ending: %s", index, error)
+
+    async def _flush(self, *, everything: bool) -> None:
+        """Writes a segment if one is due, and completes the claims whose last index it holds."""
+        while self._buffer:
+            overdue = time.monotonic() - self._buffered_at >= self._settings.flush_seconds
+            if not (everything or overdue or len(self._buffer) >= self._settings.segment_groups):
+                return
+            # Removed only once durable: a failed write leaves the groups for the flush at the end.
+            batch = self._buffer[: self._settings.segment_groups]
+            await asyncio.to_thread(self._writer.append, [row for _, group in batch for row in group])
+            del self._buffer[: len(batch)]
+            self._buffered_at = time.monotonic()
+            self._written_groups += len(batch)
+            self._written_segments += 1
+            for start, group in batch:
+                held = self._held.get(start)
+                if held is None:
+                    continue  # lost meanwhile; a plan takes one copy
+                held.open.discard(group[0].prompt_index)
+                if not held.todo and not held.open:
+                    del self._held[start]
+                    async with self._moves:
+                        await asyncio.to_thread(self._book.complete, held.claim)
+
+    async def _keep_leases(self) -> None:
+        """Renews every claim at a third of its lease; what another worker took is not worked on further."""
+        while True:
+            await asyncio.sleep(self._settings.lease_seconds / 3)
+            for start, held in list(self._held.items()):
+                async with self._moves:
+                    if self._held.get(start) is not held:
+                        continue  # completed meanwhile
+                    renewed = await asyncio.to_thread(self._book.renew, held.claim)
+                if renewed is not None:
+                    held.claim = renewed
+                elif self._held.get(start) is held:
+                    logger.warning("%s: %s lost it to another worker", held.claim.key, self.writer_id)
+                    del self._held[start]
+                    for task in [task for task, (claim, _) in self._groups.items() if claim == start]:
+                        task.cancel()
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set (in the main thread; elsewhere only the caller's own event can
+    stop it).
+    """
+    stop = asyncio.Event()
+    if threading.current_thread() is threading.main_thread():
+        for name in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    return stop

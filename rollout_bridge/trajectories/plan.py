@@ -1,0 +1,219 @@
+"""A plan is what one step trains on, written once to `plans/<step>.json` before the step, and never moved.
+
+Trained = what the plans say. Every process reads the same plan; a restart reads it again instead of
+choosing anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.log import read_segment
+from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.trajectories.segment import SegmentError
+
+PREFIX = "plans/"
+FORMAT_VERSION = 1
+# Why a trajectory is never trained on.
+DROP_REASONS = ("duplicate", "environment_failure", "group_discarded", "no_signal", "stale", "too_long")
+
+
+class PlanError(RuntimeError):
+    """A plan cannot be read, made or trained; the message names the plan and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRef:
+    """Row `row` of the segment with key `segment`."""
+
+    segment: str
+    row: int
+    trajectory_id: str
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return (self.segment, self.row)
+
+    @property
+    def group_id(self) -> str:
+        return self.trajectory_id.partition("/")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(RowRef):
+    """One use of a trajectory in the step.
+
+    slot: 0, or the number of the duplicate that restores its group's size.
+    tokens: all of them; trainable_tokens: those left in the loss after stale ones are masked.
+    version_counts: (version, trainable tokens of it), stale ones included.
+    """
+
+    slot: int
+    advantage: float
+    reward: float
+    tokens: int
+    trainable_tokens: int
+    version_counts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Step `step`, trained at policy version `version`, tokens more than `max_lag` versions behind it masked.
+
+    rows: in the order they were drawn. drops: what this plan rules out for good, by reason.
+    quarantined: bad segments known when it was made, with what is wrong. segment_rows: rows of every segment
+        named.
+    cursor: length bin the next plan draws from first.
+    """
+
+    step: int
+    version: int
+    max_lag: int
+    cursor: int
+    rows: tuple[PlanRow, ...]
+    drops: Mapping[str, tuple[RowRef, ...]] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    segment_rows: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def trainable_tokens(self) -> int:
+        return sum(row.trainable_tokens for row in self.rows)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: equal plans are equal bytes."""
+        return json.dumps(
+            {
+                "format_version": FORMAT_VERSION,
+                "step": self.step,
+                "version": self.version,
+                "max_lag": self.max_lag,
+                "cursor": self.cursor,
+                "rows": [asdict(row) for row in self.rows],
+                "drops": {reason: [asdict(row) for row in rows] for reason, rows in self.drops.items()},
+                "quarantined": dict(self.quarantined),
+                "segment_rows": dict(self.segment_rows),
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, key: str) -> Plan:
+        """Raises `PlanError` if `data` is not the plan that `key` must hold."""
+        try:
+            value: dict[str, Any] = json.loads(data)
+            format_version = value.pop("format_version")
+            plan = cls(
+                **{
+                    **value,
+                    "rows": tuple(_row(row) for row in value["rows"]),
+                    "drops": {
+                        reason: tuple(RowRef(**row) for row in rows)
+                        for reason, rows in value["drops"].items()
+                    },
+                }
+            )
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"{key} is not a plan: {type(error).__name__}: {error}; {_remedy(key)}"
+            ) from error
+        if format_version != FORMAT_VERSION or plan_key(plan.step) != key:
+            raise PlanError(
+                f"{key} holds step {plan.step} in format {format_version}, expected format {FORMAT_VERSION} "
+                f"and the step its key says; {_remedy(key)}"
+            )
+        return plan
+
+
+def plan_key(step: int) -> str:
+    return f"{PREFIX}{step:08d}.json"
+
+
+def plan_steps(store: Store) -> list[int]:
+    """Steps that have a plan, ascending."""
+    return sorted(_step(key) for key in store.list(PREFIX))
+
+
+def read_plan(store: Store, step: int) -> Plan | None:
+    """The plan of `step`, None if there is none yet. Raises `PlanError`."""
+    key = plan_key(step)
+    data = store.read(key)
+    return None if data is None else Plan.from_bytes(data, key=key)
+
+
+def create_plan(store: Store, plan: Plan) -> bool:
+    """Writes the plan; False if the step has one already, which then stands."""
+    return store.create(plan_key(plan.step), plan.to_bytes())
+
+
+def discard_plans_after(store: Store, step: int) -> list[int]:
+    """Deletes the plans of all steps after `step`, the way out of a plan that cannot be trained.
+
+    Their trajectories can be planned again. Newest first, so that an interruption leaves no gap. Returns the
+    steps discarded, ascending. Only while no trainer runs.
+    """
+    discarded = [found for found in plan_steps(store) if found > step]
+    for found in reversed(discarded):
+        store.delete(plan_key(found))
+    return discarded
+
+
+def load_rows(
+    store: Store, plan: Plan, cache: dict[str, list[Trajectory]] | None = None
+) -> list[tuple[PlanRow, Trajectory]]:
+    """The plan's rows with their trajectories, in the plan's order.
+
+    cache: segments by key that need no reading again; left with the segments of this plan.
+    Raises `PlanError` if a segment is gone, bad, or does not hold what the plan says.
+    """
+    cache = {} if cache is None else cache
+    needed = {row.segment for row in plan.rows}
+    for key in cache.keys() - needed:
+        del cache[key]
+    for key in sorted(needed - cache.keys()):
+        try:
+            cache[key] = read_segment(store, key)
+        except SegmentError as error:
+            raise PlanError(
+                f"{plan_key(plan.step)} trains on {key}: {error}. {_way_out(plan.step)}"
+            ) from error
+    loaded = []
+    for row in plan.rows:
+        rows = cache[row.segment]
+        found = rows[row.row].trajectory_id if row.row < len(rows) else None
+        if found != row.trajectory_id:
+            raise PlanError(
+                f"{plan_key(plan.step)} expects {row.trajectory_id} at row {row.row} of "
+                f"{row.segment}, which holds "
+                f"{found}. {_way_out(plan.step)}"
+            )
+        loaded.append((row, rows[row.row]))
+    return loaded
+
+
+def _way_out(step: int) -> str:
+    return f"Restore the segment, or restart with --discard-plans-after {step - 1}"
+
+
+def _remedy(key: str) -> str:
+    return f"restore it, or restart with --discard-plans-after {_step(key) - 1}"
+
+
+def _step(key: str) -> int:
+    stem = key.removeprefix(PREFIX).removesuffix(".json")
+    if not stem.isdigit() or plan_key(int(stem)) != key:
+        raise PlanError(f"{key} is not the key of a plan ({PREFIX}<8 digits>.json); remove it from the store")
+    return int(stem)
+
+
+def _row(value: dict[str, Any]) -> PlanRow:
+    return PlanRow(**{**value, "version_counts": tuple((v, n) for v, n in value["version_counts"])})

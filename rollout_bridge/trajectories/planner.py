@@ -1,0 +1,161 @@
+"""Process 0 of the trainer: follows the log, makes each step's plan once, grants workers credits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.claims import grant
+from rollout_bridge.trajectories.log import LogReader, TrajectoryRef
+from rollout_bridge.trajectories.plan import Plan, PlanError, create_plan, plan_key, plan_steps, read_plan
+from rollout_bridge.trajectories.selection import Selection, SelectionSettings, SelectionState, select
+
+logger = logging.getLogger(__name__)
+
+
+class PlanTimeoutError(PlanError):
+    """Too little arrived in time to plan a step; the message says how much, and where to look."""
+
+
+class Planner:
+    """Makes plans. One per run, in process 0; it takes up whatever plans the store already holds.
+
+    outstanding_groups: groups that workers may have claimed, or that wait in the log, at any one time (the
+        back-pressure). At least what a step needs, more for a surplus to sample from.
+    poll_seconds: between looks at the log. clock, sleep: as in `time`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: SelectionSettings,
+        *,
+        outstanding_groups: int,
+        poll_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if outstanding_groups < 1:
+            raise ValueError(f"trajectories.outstanding_groups: {outstanding_groups} must be at least 1")
+        self._store = store
+        self._settings = settings
+        self._outstanding = outstanding_groups
+        self._poll_seconds = poll_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._state = SelectionState()
+        self._plans: dict[int, int] = {}  # step -> version
+        self._groups: dict[str, list[TrajectoryRef]] = {}
+        self._seen: set[str] = set()
+        rows: dict[str, int] = {}
+        for step in plan_steps(store):
+            plan = read_plan(store, step)
+            if plan is not None:
+                self._record(plan)
+                rows.update(plan.segment_rows)
+        settled = Counter(segment for segment, _ in self._state.settled)
+        skip = frozenset(key for key, count in rows.items() if settled[key] == count)
+        self._reader = LogReader(store, skip=skip)
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Bad segments so far, by key, with what is wrong with them."""
+        return dict(self._reader.quarantined)
+
+    def plan(self, step: int, version: int, *, timeout: float) -> Plan:
+        """The plan of `step`: the one in the store, else a new one at trainer version `version`, durable on
+        return.
+
+        Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans have
+        passed.
+        """
+        existing = read_plan(self._store, step)
+        if existing is not None:
+            if step not in self._plans:
+                self._record(existing)
+            return existing
+        if self._plans and step < max(self._plans):
+            raise PlanError(
+                f"{plan_key(step)} is missing while {plan_key(max(self._plans))} exists: plans are "
+                "made in order. "
+                f"Restore it, or restart with --discard-plans-after {step - 1}"
+            )
+        deadline = self._clock() + timeout
+        while True:
+            selection = self._select(step, version)
+            if selection.plan is not None:
+                return self._commit(selection.plan)
+            self._grant(selection)
+            if self._clock() >= deadline:
+                raise PlanTimeoutError(self._shortage(selection, step, timeout))
+            self._sleep(self._poll_seconds)
+
+    def open_credits(self) -> int:
+        """Reads the log and lets workers claim as many groups as may be outstanding now; returns the grant.
+
+        For before the first plan, so that workers are busy while the trainer compiles.
+        """
+        return self._grant(self._select(step=0, version=0))
+
+    def _select(self, step: int, version: int) -> Selection:
+        for ref in self._reader.poll():
+            self._groups.setdefault(ref.group_id, []).append(ref)
+            self._seen.add(ref.group_id)
+        return select(
+            (ref for refs in self._groups.values() for ref in refs),
+            step=step,
+            version=version,
+            state=self._state,
+            settings=self._settings,
+            segment_rows=self._reader.segment_rows,
+            quarantined=self._reader.quarantined,
+        )
+
+    def _commit(self, plan: Plan) -> Plan:
+        if not create_plan(self._store, plan):
+            existing = read_plan(self._store, plan.step)
+            if existing is None:
+                raise PlanError(
+                    f"{plan_key(plan.step)} appeared and vanished: another trainer discards plans of this run"
+                )
+            logger.warning("%s was made by another process meanwhile; it stands", plan_key(plan.step))
+            plan = existing
+        self._record(plan)
+        self._grant(self._select(plan.step + 1, plan.version))
+        return plan
+
+    def _record(self, plan: Plan) -> None:
+        self._state.record(plan)
+        self._plans[plan.step] = plan.version
+        self._seen.update(self._state.copies)
+        settled = self._state.settled
+        for group in {row.group_id for row in plan.rows} | {
+            row.group_id for rows in plan.drops.values() for row in rows
+        }:
+            refs = self._groups.get(group)
+            if refs is not None and all((ref.segment, ref.row) in settled for ref in refs):
+                del self._groups[group]
+
+    def _grant(self, selection: Selection) -> int:
+        """Credits count groups that nothing can be drawn from any more, dropped ones too: workers never
+        starve.
+        """
+        seen = self._seen | self._reader.quarantined_groups
+        return grant(self._store, len(seen - selection.live_groups) + self._outstanding)
+
+    def _shortage(self, selection: Selection, step: int, timeout: float) -> str:
+        unit = "trajectories" if self._settings.target_trajectories is not None else "tokens"
+        drops = {reason: len(rows) for reason, rows in selection.drops.items()}
+        return (
+            f"waited {timeout:g} s for trajectories to plan step {step}: {selection.amount} of "
+            f"{selection.target} {unit} "
+            f"are usable in {len(selection.live_groups)} groups, dropped since the last plan: "
+            f"{drops or 'none'}, "
+            f"quarantined segments: {len(self._reader.quarantined)}, groups ever seen: {len(self._seen)}. "
+            f"Look whether rollout workers run on {self._store.url} and serve a recent version; "
+            "lower the target, raise "
+            f"outstanding_groups ({self._outstanding}) or the timeout"
+        )
