@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_bridge.names.base import TensorSource, field
 
-MODEL_TYPE = "glm4_moe"
+ARCHITECTURE = "Glm4MoeForCausalLM"
 
 
 def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,16 @@ import numpy as np
 from rollout_bridge.names import base, glm4_moe
 from rollout_bridge.names.base import NamesError, TensorSource
 
-ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], tuple[TensorSource, ...]]] = {
-    "glm4_moe": glm4_moe.tensors,
-}
+
+@dataclass(frozen=True)
+class Architecture:
+    """Class name that Hugging Face lists under `architectures`, and the tensors of a config.json."""
+
+    name: str
+    tensors: Callable[[Mapping[str, Any]], tuple[TensorSource, ...]]
+
+
+ARCHITECTURES = {"glm4_moe": Architecture(glm4_moe.ARCHITECTURE, glm4_moe.tensors)}
 
 
 def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:
@@ -20,13 +28,12 @@ def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:
 
     Raises `NamesError` for an unknown model_type or a missing field.
     """
-    model_type = hf_config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise NamesError(
-            f"config.json: model_type {model_type!r} is not one of {sorted(ARCHITECTURES)}; "
-            "add a file to rollout_bridge/names and a line to its registry"
-        )
-    return ARCHITECTURES[model_type](hf_config)
+    return _find(hf_config).tensors(hf_config)
+
+
+def architecture(hf_config: Mapping[str, Any]) -> str:
+    """Name of the Hugging Face class of `hf_config`, such as ``Glm4MoeForCausalLM``."""
+    return _find(hf_config).name
 
 
 def to_tree(hf_config: Mapping[str, Any], get: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
@@ -39,3 +46,13 @@ def from_tree(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, tensor view) from stacked parameters by path: the inverse of `to_tree`."""
     return base.unstack(tensors(hf_config), params)
+
+
+def _find(hf_config: Mapping[str, Any]) -> Architecture:
+    model_type = hf_config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise NamesError(
+            f"config.json: model_type {model_type!r} is not one of {sorted(ARCHITECTURES)}; "
+            "add a file to rollout_bridge/names and a line to its registry"
+        )
+    return ARCHITECTURES[model_type]

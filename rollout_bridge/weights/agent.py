@@ -1,0 +1,185 @@
+"""One sync agent a host: follows the head, hands every version to the engine verified, and acknowledges it.
+
+One loop that reads the truth again each time round: what the engine serves, what the mirror holds, what is pinned,
+what is published. So a crash anywhere is answered by starting the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rollout_bridge.engines.protocol import EngineError, RolloutEngine
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.mirror_view import MirrorError
+from rollout_bridge.weights.pins import active_pins
+from rollout_bridge.weights.run import RunError
+from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.update import Update
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY = "control/state.json"
+_PAUSES_KEPT = 64
+_T = TypeVar("_T")
+
+
+class AgentError(RuntimeError):
+    """The agent gave up; the message names the agent, the last reason and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Seconds. poll: between looks at the head. heartbeat: between acknowledgements when nothing moves.
+
+    patience: how long one kind of trouble may last (no run yet, store out of reach, head out of reach, engine
+    refusing updates) before the agent gives up. retry: first pause after a failure, doubled up to `poll` * 30.
+    """
+
+    poll: float = 1.0
+    heartbeat: float = 30.0
+    patience: float = 1800.0
+    retry: float = 0.5
+
+
+class SyncAgent:
+    """Keeps `engine` at the head of the chain in `store`, through a mirror in `mirror_dir`."""
+
+    def __init__(
+        self,
+        store: Store,
+        mirror_dir: str | Path,
+        engine: RolloutEngine,
+        agent_id: str,
+        *,
+        settings: AgentSettings | None = None,
+    ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", agent_id):
+            raise ValueError(f"agent_id: {agent_id!r} is not made of letters, digits, _ and -")
+        self.store = store
+        self.engine = engine
+        self.agent_id = agent_id
+        self.errors = 0
+        self.updates = 0
+        self.verified_tensors = 0
+        self._mirror_dir = Path(mirror_dir)
+        self._settings = settings or AgentSettings()
+        self._pauses: deque[float] = deque(maxlen=_PAUSES_KEPT)
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._acknowledged = 0.0
+        self._engine_suspect = False
+
+    async def run(self) -> None:
+        """Serves until the trainer says "finished" and its head is served.
+
+        Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the directory.
+        """
+        mirror = await _in_thread(lambda: Mirror(self._mirror_dir))
+        subscriber = Subscriber(self.store, mirror, name=self.agent_id)
+        try:
+            while True:
+                try:
+                    moved = await self._round(subscriber)
+                    finished = not moved and await self._finished(subscriber)
+                except (StoreError, RunError, BrokenVersion, MirrorError, EngineError) as error:
+                    await self._failed(error)
+                    continue
+                self._failing_since, self._failures = None, 0
+                if finished:
+                    await self._acknowledge(subscriber)
+                    return
+                if not moved:
+                    await asyncio.sleep(self._settings.poll)
+        finally:
+            mirror.close()
+
+    async def _round(self, subscriber: Subscriber) -> bool:
+        """One look at everything; whether the engine moved."""
+        mirror = subscriber.mirror
+        served = await self.engine.version()
+        if mirror.version is not None and (served != mirror.version or self._engine_suspect):
+            update = await _in_thread(subscriber.current)
+        else:
+            target = await _in_thread(lambda: self._target(served))
+            update = None
+            if served is None or target is None or target > served:
+                update = await _in_thread(lambda: subscriber.advance(target))
+        if update is not None:
+            await self._serve(update)
+            await self._acknowledge(subscriber)
+        elif time.monotonic() - self._acknowledged > self._settings.heartbeat:
+            await self._acknowledge(subscriber)
+        return update is not None
+
+    async def _serve(self, update: Update) -> None:
+        """After a failure the engine gets every tensor again: a part of an update may have reached it."""
+        self._engine_suspect = True
+        report = await self.engine.update(update)
+        if report.version != update.version:
+            raise EngineError(
+                f"{self.engine.name}: reports version {report.version} after an update to {update.version}"
+            )
+        self._engine_suspect = False
+        self.updates += 1
+        self.verified_tensors += update.verified
+        self._pauses.append(report.pause_ms)
+
+    def _target(self, served: int | None) -> int | None:
+        """The version to stop at: the lowest pinned one not passed yet; None is the head."""
+        pins = [pin.version for pin in active_pins(self.store, now=time.time())]
+        ahead = [version for version in pins if served is None or version >= served]
+        return min(ahead, default=None)
+
+    async def _finished(self, subscriber: Subscriber) -> bool:
+        state = await _in_thread(lambda: self.store.read_json(STATE_KEY))
+        if not isinstance(state, dict) or state.get("phase") != "finished":
+            return False
+        latest = await _in_thread(subscriber.latest)
+        return latest is None or latest.version == (subscriber.mirror.version or 0)
+
+    async def _acknowledge(self, subscriber: Subscriber) -> None:
+        state = subscriber.mirror.state
+        ack = {
+            "agent": self.agent_id,
+            "version": state.ref.version if state else None,
+            "incarnation": state.ref.incarnation if state else None,
+            "time": time.time(),
+            "updates": self.updates,
+            "pause_ms": list(self._pauses),
+            "verified_tensors": self.verified_tensors,
+            "fallbacks": subscriber.fallbacks,
+            "errors": self.errors,
+        }
+        await _in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
+        self._acknowledged = time.monotonic()
+
+    async def _failed(self, error: Exception) -> None:
+        """Counts and logs a failure and waits a little; raises `AgentError` past `patience`."""
+        self.errors += 1
+        self._failures += 1
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        lasted = now - self._failing_since
+        logger.warning("agent %s: failure %d: %s", self.agent_id, self._failures, error)
+        if lasted > self._settings.patience:
+            raise AgentError(
+                f"agent {self.agent_id}: no success for {lasted:.0f} s, {self._failures} failures. Last: {error}. "
+                "Repair that and start the agent again; its mirror is kept"
+            ) from error
+        pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
+        await asyncio.sleep(min(pause, 30 * self._settings.poll))
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    return await asyncio.to_thread(work)

@@ -1,0 +1,234 @@
+"""Reading the weight chain: the head, the manifests that lead to it, and the changes their blobs hold.
+
+Everything is checked before it is believed: manifests by SHA-256, blobs by hash and length, tensors by
+digest. What is wrong with a version is a `BrokenVersion`; a store that cannot be reached is a `StoreError`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from pydantic import ValidationError
+
+from rollout_bridge import delta
+from rollout_bridge.quantization import digest
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.weights.journal import Change
+from rollout_bridge.weights.manifest import (
+    LATEST_KEY,
+    BrokenVersion,
+    Kind,
+    Latest,
+    Manifest,
+    ManifestRef,
+    Piece,
+)
+from rollout_bridge.weights.run import RunInfo
+
+
+def parse_latest(store: Store, data: bytes) -> Latest:
+    """`weights/latest` from its bytes. Raises `StoreError` if they are not a pointer."""
+    try:
+        return Latest.model_validate_json(data)
+    except ValidationError as error:
+        raise StoreError(
+            f"store {store.url}: {LATEST_KEY} is not a pointer to a version: {str(error)[:300]}. Only the "
+            "trainer writes it; find out what else did"
+        ) from error
+
+
+def read_latest(store: Store) -> Latest | None:
+    """The head of the chain, None before a trainer has owned the run."""
+    data = store.read(LATEST_KEY)
+    return None if data is None else parse_latest(store, data)
+
+
+def read_manifest(store: Store, ref: ManifestRef, run: RunInfo) -> Manifest:
+    """The manifest `ref` names, checked to be of `run`. Raises `BrokenVersion`."""
+    data = store.read(ref.key)
+    if data is None:
+        raise BrokenVersion(ref, ref.key, "missing")
+    manifest = Manifest.from_bytes(data, ref)
+    if manifest.run_id != run.run_id:
+        raise BrokenVersion(ref, ref.key, f"is of run {manifest.run_id}, this is {run.run_id}")
+    specs = run.tensors
+    if {name: entry.spec for name, entry in manifest.tensors.items()} != specs:
+        different = next(
+            name
+            for name in sorted(specs.keys() | manifest.tensors.keys())
+            if name not in manifest.tensors or manifest.tensors[name].spec != specs.get(name)
+        )
+        raise BrokenVersion(ref, ref.key, f"tensor {different} is not as run.json has it")
+    return manifest
+
+
+@dataclass(frozen=True)
+class Link:
+    """One version of the chain: where its manifest is, and what it says."""
+
+    ref: ManifestRef
+    manifest: Manifest
+
+
+def walk(
+    store: Store, head: ManifestRef, run: RunInfo, *, held: ManifestRef | None, cache: dict[ManifestRef, Link]
+) -> list[Link]:
+    """Versions that lead to `head`, oldest first: from the one after `held`, or from a full version.
+
+    Going back from the head it stops at whichever comes first. cache: links already read, kept by the caller.
+    Raises `BrokenVersion` naming the manifest that could not be read.
+    """
+    links: list[Link] = []
+    ref: ManifestRef | None = head
+    while ref is not None and ref != held:
+        if ref not in cache:
+            cache[ref] = Link(ref, read_manifest(store, ref, run))
+        links.append(cache[ref])
+        manifest = cache[ref].manifest
+        ref = None if manifest.kind is Kind.FULL else manifest.parent
+    return links[::-1]
+
+
+class Blobs:
+    """Objects of the chain, fetched ahead on `threads`, the last ones kept up to `limit_bytes`.
+
+    A piece that is wrong is fetched `attempts` times in all before its version counts as broken.
+    """
+
+    def __init__(
+        self, store: Store, *, attempts: int = 3, threads: int = 4, limit_bytes: int = 2 << 30
+    ) -> None:
+        self._store = store
+        self._attempts = attempts
+        self._limit = limit_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._coming: dict[str, Future[bytes | None]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Starts fetching objects that will be asked for soon."""
+        with self._lock:
+            for key in keys:
+                if key not in self._kept and key not in self._coming:
+                    self._coming[key] = self._pool.submit(self._store.read, key)
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes:
+        """The checked bytes of one piece of version `ref`. Raises `BrokenVersion`."""
+        key = ref.directory + piece.key
+        reason = ""
+        for _ in range(self._attempts):
+            data = self._object(key)
+            if data is None:
+                reason = "missing"
+            elif len(data) < piece.offset + piece.length:
+                reason = f"truncated: {len(data)} bytes, expected at least {piece.offset + piece.length}"
+            else:
+                content = data[piece.offset : piece.offset + piece.length]
+                found = xxhash.xxh3_128_hexdigest(content)
+                if found == piece.hash:
+                    return content
+                reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"
+            self._kept.pop(key, None)
+        raise BrokenVersion(ref, key, f"{reason} (read {self._attempts} times)")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _object(self, key: str) -> bytes | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        with self._lock:
+            coming = self._coming.pop(key, None)
+        data = coming.result(timeout=self._store.timeout) if coming else self._store.read(key)
+        if data is not None:
+            self._kept[key] = data
+            while sum(map(len, self._kept.values())) > self._limit and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        return data
+
+
+def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_digest: int) -> Change:
+    """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
+
+    Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
+    """
+    current = old
+    current_digest = old_digest
+    touched: list[np.ndarray] = []
+    for link in links:
+        ref, entry = link.ref, link.manifest.tensors[name]
+        for piece in entry.blobs:
+            if current is old:
+                current = old.copy()
+            before = np.ascontiguousarray(current[piece.slices])
+            try:
+                decoded = delta.decode_sparse(blobs.piece(ref, piece), before)
+            except delta.DeltaError as error:
+                raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
+            local, values = _as_sparse(decoded, before)
+            indices = flat_indices(local, piece.rectangle, entry.shape)
+            current_digest = digest.update(current_digest, indices, before.reshape(-1)[local], values)
+            current.reshape(-1)[indices] = values
+            touched.append(indices)
+        _check_digest(ref, name, current_digest, entry.digest_value)
+    indices = np.unique(np.concatenate(touched)) if touched else np.empty(0, np.int64)
+    return Change(name, indices, current.reshape(-1)[indices])
+
+
+def fill(link: Link, blobs: Blobs, name: str, target: np.ndarray) -> None:
+    """Writes tensor `name` of a full version into `target` and checks its digest. Raises `BrokenVersion`."""
+    ref, entry = link.ref, link.manifest.tensors[name]
+    for piece in entry.blobs:
+        try:
+            content = delta.decode_full(blobs.piece(ref, piece), piece.shape, target.dtype)
+        except delta.DeltaError as error:
+            raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
+        target[piece.slices] = content
+    _check_digest(ref, name, digest.digest(target), entry.digest_value)
+
+
+def flat_indices(
+    local: np.ndarray, rectangle: tuple[tuple[int, int], ...], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Flat indices into a tensor of `shape` of flat indices into one of its rectangles; order is kept."""
+    local = local.astype(np.int64, copy=False)
+    if all(bounds == (0, size) for bounds, size in zip(rectangle, shape, strict=True)):
+        return local
+    if len(shape) == 1:
+        return local + rectangle[0][0]
+    (row_start, _), (column_start, column_stop) = rectangle
+    rows, columns = np.divmod(local, column_stop - column_start)
+    return (rows + row_start) * shape[1] + columns + column_start
+
+
+def objects_of(links: Iterable[Link], name: str) -> list[str]:
+    """Keys of the objects that hold pieces of tensor `name`."""
+    return [link.ref.directory + piece.key for link in links for piece in link.manifest.tensors[name].blobs]
+
+
+def digests_of(manifest: Manifest) -> dict[str, int]:
+    """Digest of every tensor after this version."""
+    return {name: entry.digest_value for name, entry in manifest.tensors.items()}
+
+
+def _as_sparse(
+    decoded: delta.SparseChange | delta.Dense, before: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(decoded, delta.SparseChange):
+        return decoded.indices, decoded.values
+    values = decoded.values.reshape(-1)
+    local = np.flatnonzero(values != before.reshape(-1))
+    return local, values[local]
+
+
+def _check_digest(ref: ManifestRef, name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise BrokenVersion(ref, f"tensor {name}", f"digest {found:016x}, expected {expected:016x}")

@@ -1,0 +1,196 @@
+"""From what changed in the tensors of one process to blobs in the store, and the account of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from rollout_bridge import delta
+from rollout_bridge.quantization import digest
+from rollout_bridge.store import Store
+from rollout_bridge.weights.chain import flat_indices
+from rollout_bridge.weights.commit import Part, PartTensor
+from rollout_bridge.weights.manifest import Piece
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One rectangle of tensor `name` (of `shape`): new bits, all of them or those that changed.
+
+    values: of a full version, the rectangle's bits; of a delta, the new bits at `indices`.
+    indices: ascending flat indices into the rectangle; None in a full version. old: bits before at `indices`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rectangle: tuple[tuple[int, int], ...]
+    values: np.ndarray
+    indices: np.ndarray | None = None
+    old: np.ndarray | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.rectangle)
+
+    @property
+    def changed(self) -> int:
+        return self.values.size
+
+
+class Histogram:
+    """How often each value occurs in an array that changes: the reference size is counted from it."""
+
+    def __init__(self, bits: np.dtype) -> None:
+        self._dense = np.zeros(1 << (8 * bits.itemsize), np.int64) if bits.itemsize <= 2 else None
+        self._sparse: tuple[np.ndarray, np.ndarray] = (np.empty(0, bits), np.empty(0, np.int64))
+
+    def add(self, values: np.ndarray, sign: int = 1) -> None:
+        """Counts `values` once more (`sign` 1) or once less (-1)."""
+        flat = values.reshape(-1)
+        if self._dense is not None:
+            for start in range(0, flat.size, _CHUNK):
+                self._dense += sign * np.bincount(flat[start : start + _CHUNK], minlength=self._dense.size)
+            return
+        found, counts = np.unique(flat, return_counts=True)
+        merged, place = np.unique(np.concatenate([self._sparse[0], found]), return_inverse=True)
+        total = np.zeros(merged.size, np.int64)
+        np.add.at(total, place, np.concatenate([self._sparse[1], sign * counts]))
+        self._sparse = (merged[total > 0], total[total > 0])
+
+    @property
+    def counts(self) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Counts by value, or (values, counts)."""
+        return self._sparse if self._dense is None else self._dense
+
+
+class Reference:
+    """The reference size of deltas: order-0 conditional entropy, each stacked array with its statistics."""
+
+    def __init__(self) -> None:
+        self._histograms: dict[str, Histogram] = {}
+
+    def measure(self, patches: Iterable[tuple[str, Patch]]) -> float:
+        """Bytes of the changes `patches` (stacked array, patch) relative to what was added so far."""
+        total = 0.0
+        for key, mine in _grouped(patches).items():
+            old = np.concatenate([patch.old for patch in mine if patch.old is not None])
+            new = np.concatenate([patch.values for patch in mine])
+            total += delta.conditional_entropy_bytes_sparse(self._histograms[key].counts, old, new)
+        return total
+
+    def add(self, patches: Iterable[tuple[str, Patch]]) -> None:
+        """Counts the new values, and those they replaced out."""
+        for key, mine in _grouped(patches).items():
+            histogram = self._histograms.setdefault(key, Histogram(mine[0].values.dtype))
+            for patch in mine:
+                histogram.add(patch.values)
+                if patch.old is not None:
+                    histogram.add(patch.old, -1)
+
+
+def _grouped(patches: Iterable[tuple[str, Patch]]) -> dict[str, list[Patch]]:
+    groups: dict[str, list[Patch]] = {}
+    for key, patch in patches:
+        groups.setdefault(key, []).append(patch)
+    return groups
+
+
+@dataclass
+class _Account:
+    tensors: dict[str, PartTensor] = field(default_factory=dict)
+    objects: int = 0
+    nbytes: int = 0
+    changed: int = 0
+
+
+def write(
+    store: Store,
+    patches: Iterable[Patch],
+    *,
+    directory: str,
+    process: int,
+    attempt: str,
+    reference_bytes: float,
+    preset: str,
+    threads: int,
+    object_bytes: int,
+) -> Part:
+    """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
+
+    On return every blob the part names is in the store.
+    """
+    account = _Account()
+    buffer = bytearray()
+    # A loop over one executor keeps the order of patches, so objects hold neighbouring tensors.
+    with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
+        for patch, (blob, part_digest) in _in_order(pool, patches, preset, ahead=4 * threads):
+            if buffer and len(buffer) + len(blob) > object_bytes:
+                _flush(store, directory, process, account, buffer)
+            entry = account.tensors.setdefault(patch.name, PartTensor(digest=f"{0:016x}", blobs=[]))
+            entry.blobs.append(
+                Piece(
+                    key=_object_name(process, account.objects),
+                    offset=len(buffer),
+                    length=len(blob),
+                    hash=xxhash.xxh3_128_hexdigest(blob),
+                    rectangle=patch.rectangle,
+                )
+            )
+            entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
+            account.changed += patch.changed
+            buffer += blob
+    if buffer:
+        _flush(store, directory, process, account, buffer)
+    return Part(
+        attempt=attempt,
+        tensors=account.tensors,
+        delta_bytes=account.nbytes,
+        reference_bytes=reference_bytes,
+        changed=account.changed,
+    )
+
+
+def _in_order(pool: ThreadPoolExecutor, patches: Iterable[Patch], preset: str, *, ahead: int):  # noqa: ANN202
+    waiting = []
+    for patch in patches:
+        waiting.append((patch, pool.submit(_encode, patch, preset)))
+        if len(waiting) > ahead:
+            first, future = waiting.pop(0)
+            yield first, future.result()
+    for first, future in waiting:
+        yield first, future.result()
+
+
+def _encode(patch: Patch, preset: str) -> tuple[bytes, int]:
+    if patch.indices is None or patch.old is None:
+        origin = tuple(start for start, _ in patch.rectangle)
+        values = np.ascontiguousarray(patch.values)
+        part = digest.digest_rectangle(values, origin=origin, shape=patch.shape)
+        return delta.encode_full(values, preset=preset), part
+    blob = delta.encode_sparse(
+        patch.indices,
+        patch.old,
+        patch.values,
+        shape=patch.local_shape,
+        dtype=patch.values.dtype,
+        preset=preset,
+    )
+    indices = flat_indices(patch.indices, patch.rectangle, patch.shape)
+    return blob, digest.update(0, indices, patch.old, patch.values)
+
+
+def _flush(store: Store, directory: str, process: int, account: _Account, buffer: bytearray) -> None:
+    store.put(directory + _object_name(process, account.objects), bytes(buffer))
+    account.nbytes += len(buffer)
+    account.objects += 1
+    buffer.clear()
+
+
+def _object_name(process: int, number: int) -> str:
+    return f"{process:05d}-{number:05d}.blob"

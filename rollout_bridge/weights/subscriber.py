@@ -1,0 +1,244 @@
+"""The fleet's side of the weight chain: brings a mirror to a version, whatever was missed or broken.
+
+Nothing of the mirror is touched before every blob of the change is fetched and every digest agrees. A version
+found broken is remembered and reported below `weights/quarantine/`, which makes the trainer publish a full
+version next; until then the mirror goes as far as the chain is good, or to the newest full version.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rollout_bridge.store import Store
+from rollout_bridge.weights import chain, run
+from rollout_bridge.weights.chain import Link
+from rollout_bridge.weights.journal import Change
+from rollout_bridge.weights.manifest import (
+    QUARANTINE_PREFIX,
+    BrokenVersion,
+    Kind,
+    Latest,
+    ManifestRef,
+)
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.mirror_view import MirrorError, MirrorState
+from rollout_bridge.weights.run import RunError, RunInfo
+from rollout_bridge.weights.update import Update
+
+logger = logging.getLogger(__name__)
+
+_CACHED_MANIFESTS = 64
+
+
+class Subscriber:
+    """Follows one store into one mirror.
+
+    name: says who found a version broken. attempts: reads of a blob before its version counts as broken.
+    verify_bytes: after each update tensors are digested again from the mirror's own bytes, up to this many
+        bytes, the changed ones first, in turn; the digests of the change itself are always checked.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mirror: Mirror,
+        *,
+        name: str = "subscriber",
+        attempts: int = 3,
+        verify_bytes: int = 1 << 28,
+    ) -> None:
+        self.store = store
+        self.mirror = mirror
+        self.name = name
+        self.fallbacks = 0  # times a full version was taken because the chain was broken
+        self.broken: dict[ManifestRef, str] = {}
+        self._attempts = attempts
+        self._verify_bytes = verify_bytes
+        self._turn: dict[str, int] = {}  # tensor -> number of the update its bytes were last digested in
+        self._updates = 0
+        self._links: dict[ManifestRef, Link] = {}
+        self._run: RunInfo | None = None
+
+    @property
+    def run(self) -> RunInfo:
+        """The run of the store; binds the mirror to it. Raises `RunError` if there is none yet."""
+        if self._run is None:
+            found = run.load(self.store)
+            if found is None:
+                raise RunError(f"{self.store.url}{run.RUN_KEY}: missing: no trainer has started this run")
+            self.mirror.bind(found)
+            self._run = found
+        return self._run
+
+    def latest(self) -> Latest | None:
+        """The head of the chain, None before a trainer has owned the run."""
+        return chain.read_latest(self.store)
+
+    def current(self) -> Update | None:
+        """The version the mirror holds, every tensor verified and listed as changed; None without one."""
+        if run.load(self.store) is not None:
+            _ = self.run
+        if self.mirror.state is None:
+            return None
+        try:
+            verified = self.mirror.verify()
+        except MirrorError as error:
+            logger.error("%s", error)
+            self.mirror.reset()
+            return None
+        return self._update(frozenset(self.mirror.view.specs), verified)
+
+    def advance(self, version: int | None = None) -> Update | None:
+        """Moves the mirror to `version` (the head by default) or as near before it as is published and good.
+
+        Several missed deltas become one update. None if there is nothing newer, up to `version`.
+        Raises `BrokenVersion` if something newer is published and none of it can be reached, `StoreError` if
+        the store fails, `MirrorError` if the disk changed what was written to it.
+        """
+        _ = self.run
+        failure: BrokenVersion | None = None
+        for _ in range(_CACHED_MANIFESTS):
+            latest = self.latest()
+            if latest is None or latest.manifest is None:
+                return None
+            target = latest.version if version is None else min(version, latest.version)
+            held = self.mirror.state
+            if held is not None and target <= held.ref.version:
+                return None
+            try:
+                return self._move(self._plan(latest, target))
+            except BrokenVersion as error:
+                # Retried with the broken version known, until a good way is found or none is left.
+                if failure is not None and str(failure) == str(error):
+                    raise
+                failure = error
+                self._quarantine(error)
+        raise failure or RuntimeError("unreachable")
+
+    def _plan(self, latest: Latest, target: int) -> list[Link]:
+        """Versions to apply, oldest first; ends at `target` or before the first broken one."""
+        assert latest.manifest is not None and latest.full is not None
+        held = self.mirror.state.ref if self.mirror.state else None
+        held_version = held.version if held else 0
+        try:
+            links = self._walk(latest.manifest, held)
+        except BrokenVersion as error:
+            if latest.full in self.broken or latest.full.version <= held_version:
+                raise
+            self._quarantine(error)
+            links = self._walk(latest.full, held)
+        while True:
+            good: list[Link] = []
+            for link in links:
+                if link.manifest.version > target or link.ref in self.broken:
+                    break
+                good.append(link)
+            if good:
+                return good
+            # The chain begins with a full version that is broken or too new: try what led to it.
+            first = links[0]
+            if first.manifest.parent is None or first.manifest.parent.version <= held_version:
+                reason = self.broken.get(first.ref, f"leads past version {target}")
+                raise BrokenVersion(first.ref, "nothing newer can be reached", reason)
+            links = self._walk(first.manifest.parent, held)
+
+    def _walk(self, head: ManifestRef, held: ManifestRef | None) -> list[Link]:
+        links = chain.walk(self.store, head, self.run, held=held, cache=self._links)
+        self._links = dict(list(self._links.items())[-_CACHED_MANIFESTS:])
+        return links
+
+    def _move(self, links: list[Link]) -> Update:
+        first, last = links[0], links[-1]
+        state = MirrorState(last.ref, last.manifest.step, chain.digests_of(last.manifest))
+        blobs = chain.Blobs(self.store, attempts=self._attempts)
+        started = time.monotonic()
+        held = self.mirror.state
+        try:
+            if first.manifest.kind is Kind.FULL:
+                changed = frozenset(state.digests)
+                self.mirror.replace(self.run, state, lambda tensor: self._fill(links, blobs, tensor))
+                self.fallbacks += held is not None and any(r.version > held.ref.version for r in self.broken)
+            else:
+                names = [name for name in state.digests if chain.objects_of(links, name)]
+                changed = frozenset(names)
+                self.mirror.apply(state, self._changes(links, blobs, names))
+        finally:
+            blobs.close()
+        self._verify_bytes_of(changed)
+        logger.info(
+            "version %d: %d tensors, %d versions at once, %.2f s",
+            last.manifest.version,
+            len(changed),
+            len(links),
+            time.monotonic() - started,
+        )
+        return self._update(changed, len(state.digests))
+
+    def _fill(self, links: list[Link], blobs: chain.Blobs, tensor: Callable[[str], np.ndarray]) -> None:
+        """A full version and the deltas after it, straight into the new file."""
+        full, deltas = links[0], links[1:]
+        for name in _prefetching(list(full.manifest.tensors), links, blobs):
+            target = tensor(name)
+            chain.fill(full, blobs, name, target)
+            digest = full.manifest.tensors[name].digest_value
+            change = chain.fold(deltas, blobs, name, target, digest)
+            target.reshape(-1)[change.indices] = change.values
+
+    def _changes(self, links: list[Link], blobs: chain.Blobs, names: list[str]) -> Iterator[Change]:
+        view = self.mirror.view
+        for name in _prefetching(names, links, blobs):
+            yield chain.fold(links, blobs, name, view.tensor(name), view.state.digests[name])
+        last = links[-1]
+        for name in last.manifest.tensors.keys() - set(names):
+            if last.manifest.tensors[name].digest_value != view.state.digests[name]:
+                raise BrokenVersion(last.ref, f"tensor {name}", "its digest moved, but no blob says how")
+
+    def _verify_bytes_of(self, changed: frozenset[str]) -> None:
+        """Digests what is on disk, least recently checked first, within the budget of one update."""
+        view = self.mirror.view
+        self._updates += 1
+        budget = self._verify_bytes
+        queue = sorted(view.specs, key=lambda name: (name not in changed, self._turn.get(name, 0)))
+        for name in queue:
+            budget -= view.specs[name].nbytes
+            if budget < 0:
+                break
+            try:
+                view.verify([name])
+            except MirrorError:
+                self.mirror.reset()
+                raise
+            self._turn[name] = self._updates
+
+    def _quarantine(self, error: BrokenVersion) -> None:
+        if error.ref in self.broken:
+            return
+        self.broken[error.ref] = str(error)
+        logger.error("quarantined %s", error)
+        record = {"agent": self.name, "what": error.what, "reason": error.reason, "time": time.time()}
+        key = f"{QUARANTINE_PREFIX}{error.ref.version:08d}-{error.ref.incarnation:06d}.json"
+        self.store.create_json(key, record)
+
+    def _update(self, changed: frozenset[str], verified: int) -> Update:
+        state = self.mirror.view.state
+        return Update(
+            version=state.ref.version,
+            incarnation=state.ref.incarnation,
+            step=state.step,
+            changed=changed,
+            tensor=self.mirror.tensor,
+            mirror=self.mirror.directory,
+            verified=verified,
+        )
+
+
+def _prefetching(names: list[str], links: list[Link], blobs: chain.Blobs, *, ahead: int = 8) -> Iterator[str]:
+    """`names`, with the objects of the next ones already on their way."""
+    for position, name in enumerate(names):
+        for coming in names[position : position + ahead]:
+            blobs.prefetch(chain.objects_of(links, coming))
+        yield name

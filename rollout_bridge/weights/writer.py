@@ -1,0 +1,243 @@
+"""Writing the weight chain: what one trainer process knows of it, from taking a run over to moving the head.
+
+No accelerator here: patches (bits on the host) go in, committed manifests come out. The caller keeps the
+baseline, and moves it when told that the manifest is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.weights import chain, commit, encoder
+from rollout_bridge.weights.commit import Begin, Part
+from rollout_bridge.weights.encoder import Patch, Reference
+from rollout_bridge.weights.manifest import (
+    QUARANTINE_PREFIX,
+    BrokenVersion,
+    Kind,
+    Latest,
+    Manifest,
+    version_directory,
+)
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.mirror_view import MirrorView
+from rollout_bridge.weights.run import RunInfo
+from rollout_bridge.weights.subscriber import Subscriber
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterSettings:
+    """How the chain is written.
+
+    max_chain_fraction: a full version also when the deltas since the last one have grown to this part of it:
+        a new reader then fetches at most about (1 + fraction) of a full version.
+    preset: of the codec. object_bytes: blobs are packed into objects of about this size.
+    encoders: threads that encode. scratch: local directory for rebuilding the head on a restart; needs the
+        size of the quantised model. timeout: seconds to wait for other processes.
+    process, processes: which writer of how many this is; process 0 commits.
+    """
+
+    max_chain_fraction: float = 1.0
+    preset: str = "small"
+    object_bytes: int = 64 << 20
+    encoders: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    scratch: str | Path | None = None
+    timeout: float = 600.0
+    process: int = 0
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.processes:
+            raise ValueError(f"process: {self.process} is not in [0, {self.processes})")
+
+
+class ChainWriter:
+    """One process's hand on the chain. Not thread-safe: one publication at a time.
+
+    full_every: a full version at least every so many versions.
+    """
+
+    def __init__(self, store: Store, run: RunInfo, settings: WriterSettings, *, full_every: int) -> None:
+        if full_every < 1:
+            raise ValueError(f"full_every: {full_every} is not a positive number of versions")
+        self._full_every = full_every
+        self.store = store
+        self.run = run
+        self.settings = settings
+        self.replayed: MirrorView | None = None  # the head, rebuilt by `join`, until the caller has read it
+        self._head: Latest | None = None
+        self._digests: dict[str, int] = {}
+        self._chain_bytes = 0
+        self._full_bytes = 0
+        self._reference = Reference()
+        self._cleanup = contextlib.ExitStack()
+        self._order = {name: position for position, name in enumerate(run.tensors)}
+
+    @property
+    def head(self) -> Latest:
+        """The head this process goes on from. Raises RuntimeError before `join`."""
+        if self._head is None:
+            raise RuntimeError("publisher: take_over() (process 0) or join(head) comes first")
+        return self._head
+
+    def join(self, head: Latest) -> None:
+        """Goes on from `head`, rebuilt from the chain on local disk and verified.
+
+        A broken chain is not fatal: it is logged, and the next version is a full one.
+        """
+        self._head = head
+        if head.manifest is None:
+            return
+        scratch = self._cleanup.enter_context(
+            tempfile.TemporaryDirectory(prefix="jaxtrain-head-", dir=self.settings.scratch)
+        )
+        mirror = Mirror(scratch)
+        self._cleanup.callback(mirror.close)
+        subscriber = Subscriber(self.store, mirror, name=f"trainer-{self.settings.process}")
+        try:
+            subscriber.advance(head.version)
+            links = chain.walk(self.store, head.manifest, self.run, held=None, cache={})
+        except BrokenVersion as error:
+            logger.error("the head cannot be rebuilt, so the next version is a full one: %s", error)
+            return
+        if mirror.state is None or mirror.state.ref != head.manifest:
+            logger.error("the chain is broken before version %d: the next one is a full one", head.version)
+            return
+        self.replayed = mirror.view
+        self._digests = dict(mirror.view.state.digests)
+        self._full_bytes = links[0].manifest.stats.delta_bytes
+        self._chain_bytes = sum(link.manifest.stats.delta_bytes for link in links[1:])
+
+    def rebase(self, bits: Sequence[tuple[str, Patch]]) -> None:
+        """Counts the values of a rebuilt baseline, for the reference size of the deltas on it."""
+        self._reference = Reference()
+        self._reference.add(bits)
+
+    def begin(self, attempt: str, *, can_delta: bool) -> Kind:
+        """Full or delta: decided by process 0, which first makes sure that it still owns the run."""
+        head, settings = self.head, self.settings
+        place = {"version": head.version + 1, "incarnation": head.incarnation}
+        if settings.process > 0:
+            return commit.wait_begin(self.store, **place, attempt=attempt, timeout=settings.timeout)
+        commit.announce(self.store, head)  # also finishes a move whose answer was lost
+        kind = Kind.DELTA if can_delta and not self._wants_full() else Kind.FULL
+        if settings.processes > 1:
+            commit.put_begin(self.store, **place, begin=Begin(attempt=attempt, kind=kind))
+        return kind
+
+    def write(self, patches: Sequence[tuple[str, Patch]], kind: Kind, attempt: str) -> Part:
+        """Encodes and writes the blobs of this process. patches: (stacked array it belongs to, patch)."""
+        head, settings = self.head, self.settings
+        part = encoder.write(
+            self.store,
+            sorted((patch for _, patch in patches), key=lambda patch: self._order[patch.name]),
+            directory=version_directory(head.version + 1, head.incarnation),
+            process=settings.process,
+            attempt=attempt,
+            reference_bytes=self._reference.measure(patches) if kind is Kind.DELTA else 0.0,
+            preset=settings.preset,
+            threads=settings.encoders,
+            object_bytes=settings.object_bytes,
+        )
+        if settings.processes > 1:
+            commit.put_part(
+                self.store,
+                version=head.version + 1,
+                incarnation=head.incarnation,
+                process=settings.process,
+                part=part,
+            )
+        return part
+
+    def commit(
+        self,
+        part: Part,
+        kind: Kind,
+        *,
+        patches: Sequence[tuple[str, Patch]],
+        step: int,
+        update_rms: float | None,
+        durable: Callable[[], None],
+    ) -> Manifest:
+        """The manifest, then `durable()`, then the head. Processes other than 0 wait for both."""
+        head, settings = self.head, self.settings
+        place = {"version": head.version + 1, "incarnation": head.incarnation}
+        if settings.process > 0:
+            latest = commit.wait_head(self.store, **place, timeout=settings.timeout)
+            assert latest.manifest is not None
+            manifest = chain.read_manifest(self.store, latest.manifest, self.run)
+            if manifest.attempt != part.attempt:
+                raise StoreError(
+                    f"version {latest.version} is attempt {manifest.attempt} of process 0, this process made "
+                    f"{part.attempt}: they have lost step. Restart the trainer"
+                )
+            self._moved(latest, manifest, patches)
+            durable()
+            return manifest
+        parts = [part]
+        if settings.processes > 1:
+            parts = commit.wait_parts(
+                self.store,
+                **place,
+                processes=settings.processes,
+                attempt=part.attempt,
+                timeout=settings.timeout,
+            )
+        manifest = commit.assemble(
+            self.run,
+            **place,
+            step=step,
+            kind=kind,
+            parent=head.manifest,
+            digests=self._digests,
+            parts=parts,
+            update_rms=update_rms,
+            attempt=part.attempt,
+        )
+        ref = commit.create_manifest(self.store, manifest)
+        latest = Latest(
+            **place,
+            step=step,
+            manifest=ref,
+            full=ref if kind is Kind.FULL else head.full,
+            owner=head.owner,
+        )
+        self._moved(latest, manifest, patches)
+        durable()
+        commit.announce(self.store, latest)
+        return manifest
+
+    def close(self) -> None:
+        """Removes the scratch files."""
+        self.replayed = None
+        self._cleanup.close()
+
+    def _wants_full(self) -> bool:
+        head, settings = self.head, self.settings
+        if head.full is None or head.version + 1 - head.full.version >= self._full_every:
+            return True
+        if self._chain_bytes > settings.max_chain_fraction * self._full_bytes:
+            return True
+        records = self.store.list(QUARANTINE_PREFIX)
+        broken = [int(key.removeprefix(QUARANTINE_PREFIX).split("-")[0]) for key in records]
+        return any(head.full.version <= version <= head.version for version in broken)
+
+    def _moved(self, latest: Latest, manifest: Manifest, patches: Sequence[tuple[str, Patch]]) -> None:
+        """The manifest is durable: whatever happens now, the next version is a delta on it."""
+        self._head = latest
+        self._digests = chain.digests_of(manifest)
+        if manifest.kind is Kind.FULL:
+            self._reference = Reference()
+            self._full_bytes, self._chain_bytes = manifest.stats.delta_bytes, 0
+        else:
+            self._chain_bytes += manifest.stats.delta_bytes
+        self._reference.add(patches)
