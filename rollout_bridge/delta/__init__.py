@@ -1,5 +1,6 @@
 """Codec of weight updates: (old bits, new bits) -> bytes -> new bits. Pure, lossless, no I/O."""
 
+from rollout_bridge.delta.classes import ClassRanks
 from rollout_bridge.delta.codec import (
     Dense,
     SparseChange,
@@ -11,11 +12,12 @@ from rollout_bridge.delta.codec import (
     encode_sparse,
 )
 from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.many import ArrayChange, decode_many, encode_many
+from rollout_bridge.delta.many import ArrayChange, decode_many, encode_many, split_stacked
 from rollout_bridge.delta.reference import conditional_entropy_bytes, conditional_entropy_bytes_sparse
 
 __all__ = [
     "ArrayChange",
+    "ClassRanks",
     "Dense",
     "DeltaError",
     "SparseChange",
@@ -29,4 +31,5 @@ __all__ = [
     "encode_full",
     "encode_many",
     "encode_sparse",
+    "split_stacked",
 ]

@@ -9,6 +9,7 @@ between the classes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,20 @@ CLASSES = 16
 _EXPONENT_SHIFT = {1: 3, 2: 7, 4: 23}  # of e4m3, BF16 and F32 patterns, by bytes
 _CHUNK = 1 << 20
 _SAMPLE = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassRanks:
+    """Where changed elements stand in their classes, for a writer that has this but not the old array.
+
+    ranks int64: of each changed element among the elements of its class; sizes int64[16]: elements of each
+    class; `start`: the exponent field at which classes start (0 for FP8 codes).
+    `quantization.device.class_ranks` computes them on an accelerator.
+    """
+
+    ranks: np.ndarray
+    sizes: np.ndarray
+    start: int = 0
 
 
 def magnitudes(values: np.ndarray) -> np.ndarray:
@@ -79,6 +94,9 @@ def choose_partition(
         end = came_from[end]
         mask |= 1 << (end - 1)
     return mask
+
+
+ALL_CLASSES = (1 << (CLASSES - 1)) - 1  # the partition that merges none
 
 
 def used_boundaries(mask: int, itemsize: int, start: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_bridge.delta import codec
+from rollout_bridge.delta.classes import ClassRanks, fine_classes
 from rollout_bridge.delta.codec import Dense, SparseChange
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader, varint
@@ -28,14 +29,16 @@ _GROUP_LIMIT = 1 << 24  # elements a group of several arrays may have: what a re
 @dataclasses.dataclass(frozen=True)
 class ArrayChange:
     """The update of one array: flat `indices` ascending, their `old_values` and `new_values`, the `size` of
-    the array, and the whole `old` array where the writer has it (`encode_sparse` says what it is good
-    for)."""
+    the array, and where the writer has them the whole `old` array or the `ranks` of the changed elements
+    (`encode_sparse` says what they are good for).
+    """
 
     indices: np.ndarray
     old_values: np.ndarray
     new_values: np.ndarray
     size: int
     old: np.ndarray | None = None
+    ranks: ClassRanks | None = None
 
     @classmethod
     def between(cls, old: np.ndarray, new: np.ndarray) -> ArrayChange:
@@ -50,6 +53,38 @@ class ArrayChange:
         return cls(indices, old_flat[indices], new_flat[indices], old.size, old_flat)
 
 
+def split_stacked(
+    positions: np.ndarray,
+    old_values: np.ndarray,
+    new_values: np.ndarray,
+    *,
+    counts: np.ndarray,
+    size: int,
+    ranks: np.ndarray | None = None,
+    class_sizes: np.ndarray | None = None,
+    start: int = 0,
+) -> list[ArrayChange]:
+    """The updates of the arrays of a stack [g, ...], from the changes of the whole stack.
+
+    positions, old_values, new_values: of the changed elements, by flat position in the stack, ascending;
+    counts int[g]: how many changes each array has; size: elements of one array. ranks int (of each changed
+    element in its class, over the whole stack), class_sizes int[g, 16] and `start`: as
+    `quantization.device.class_ranks` returns them, if it was asked.
+    """
+    ends = np.cumsum(np.asarray(counts, np.int64).reshape(-1))
+    class_before = None if class_sizes is None else np.cumsum(class_sizes, axis=0) - class_sizes
+    changes = []
+    for place, (begin, end) in enumerate(zip(ends - np.asarray(counts).reshape(-1), ends, strict=True)):
+        old_here = old_values[begin:end]
+        in_class = None
+        if ranks is not None and class_sizes is not None and class_before is not None:
+            offsets = class_before[place].astype(np.int64)[fine_classes(old_here, start)]
+            in_class = ClassRanks(ranks[begin:end] - offsets, class_sizes[place].astype(np.int64), start)
+        indices = positions[begin:end].astype(np.int64) - place * size
+        changes.append(ArrayChange(indices, old_here, new_values[begin:end], size, ranks=in_class))
+    return changes
+
+
 def encode_many(changes: Sequence[ArrayChange], *, preset: str = "small") -> bytes:
     """One blob of several updates: what a process publishes of a version. Errors as `encode_sparse`."""
     groups: list[list[ArrayChange]] = []
@@ -62,10 +97,10 @@ def encode_many(changes: Sequence[ArrayChange], *, preset: str = "small") -> byt
         key = _group_key(change)
         number = open_groups.get(key)
         full = number is not None and sum(c.size for c in groups[number]) + change.size > _GROUP_LIMIT
-        if number is None or full or change.size >= _ALONE:
+        if number is None or full or _is_alone(change):
             groups.append([])
             number = len(groups) - 1
-            if change.size < _ALONE:
+            if not _is_alone(change):
                 open_groups[key] = number
         groups[number].append(change)
         numbers += varint(number + 1)
@@ -110,6 +145,10 @@ def _group_key(change: ArrayChange) -> tuple[object, ...]:
     return change.old_values.dtype, octave, change.old is None
 
 
+def _is_alone(change: ArrayChange) -> bool:
+    return change.size >= _ALONE or change.ranks is not None
+
+
 def _encode_group(group: list[ArrayChange], preset: str) -> bytes:
     if len(group) == 1:
         joined = group[0]
@@ -134,6 +173,7 @@ def _encode_group(group: list[ArrayChange], preset: str) -> bytes:
         dtype=joined.old_values.dtype,
         preset=preset,
         old=joined.old,
+        ranks=joined.ranks,
     )
 
 

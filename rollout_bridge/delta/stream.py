@@ -47,6 +47,7 @@ def encode(
     *,
     size: int,
     old: np.ndarray | None,
+    ranks: classes.ClassRanks | None,
     options: Options,
 ) -> tuple[int, bytes]:
     """(flags, body) of the changes at ascending flat `indices`; `old` is the whole flat array, needed to tell
@@ -56,35 +57,26 @@ def encode(
     step_values = symbols.steps_between(old_values, new_values)
     step_symbols = symbols.symbols_of(step_values)
     flags = FLAG_WIDE if options.wide else 0
-    start, mask, fine = 0, 0, np.empty(0, np.int64)
-    if options.by_class and old is not None:
-        start = classes.exponents_start(old)
-        fine = classes.fine_classes(old_values, start)
-        mask = _partition(old, start, fine, step_symbols, bits)
-    of_class, class_indices, sizes = np.zeros(indices.size, np.uint8), [indices], np.array([size])
-    if mask and old is not None:
-        flags |= FLAG_PARTITION
-        of_class = classes.merged_classes(fine, mask).astype(np.uint8)
-        order = np.argsort(of_class, kind="stable")
-        of_class, step_values, step_symbols = of_class[order], step_values[order], step_symbols[order]
-        boundaries = classes.used_boundaries(mask, old_values.dtype.itemsize, start)
-        counts = classes.count_classes(old, boundaries)
-        sizes = counts.sum(axis=0)
-        class_ends = np.cumsum(np.bincount(of_class, minlength=sizes.size))[:-1]
-        class_indices = classes.ranks(old, boundaries, counts, np.split(indices[order], class_ends))
-    rank = np.concatenate(class_indices)
-    moved = np.bincount(of_class, minlength=sizes.size)
-    firsts = np.concatenate([[0], np.cumsum(moved)])
-    gaps = np.diff(rank, prepend=-1) - 1
-    gaps[firsts[:-1][moved > 0]] = rank[firsts[:-1][moved > 0]]
+    if ranks is not None:
+        places = _places_of_ranks(old_values, ranks)
+    elif options.by_class and old is not None:
+        places = _places_by_class(indices, old_values, old, step_symbols)
+    else:
+        places = _Places(0, 0, np.array([size]), np.array([indices.size]), slice(None), indices)
+    step_values, step_symbols = step_values[places.order], step_symbols[places.order]
+    firsts = np.concatenate([[0], np.cumsum(places.moved)])
+    gaps = np.diff(places.ranks, prepend=-1) - 1
+    of_first = firsts[:-1][places.moved > 0]
+    gaps[of_first] = places.ranks[of_first]
     gap_symbols = symbols.symbols_of(gaps)
 
     header = bytearray()
-    if flags & FLAG_PARTITION:
-        header += bytes([start]) if bits > 8 else b""
-        header += mask.to_bytes(2, "little")
+    if places.mask:
+        flags |= FLAG_PARTITION
+        header += bytes([places.start]) if bits > 8 else b""
+        header += places.mask.to_bytes(2, "little")
     tables: list[np.ndarray] = []
-    for k, (count, changed) in enumerate(zip(sizes.tolist(), moved.tolist(), strict=True)):
+    for k, (count, changed) in enumerate(zip(places.sizes.tolist(), places.moved.tolist(), strict=True)):
         here = slice(firsts[k], firsts[k + 1])
         if not changed:
             header += varint(0)
@@ -93,10 +85,8 @@ def encode(
         step_table, step_bytes = _step_model(step_symbols[here], bits)
         header += varint(2 * changed + bool(gap_bytes)) + gap_bytes + step_bytes
         tables += [gap_table, step_table]
-    if not tables:
-        return flags, bytes(header)
     all_symbols = np.concatenate([gap_symbols, step_symbols])
-    rows = _table_rows(moved)
+    rows = _table_rows(places.moved)
     extra = symbols.pack_extra(np.concatenate([gaps, step_values]), all_symbols)
     lanes = lanes_for(all_symbols.size, flags)
     inside = lanes * rans.PAYLOAD_BYTES  # the first extra bits travel in the coder's initial states
@@ -174,6 +164,43 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[np.ndarray, np.nda
         order = np.argsort(indices)
         indices, new_values = indices[order], new_values[order]
     return indices, new_values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Changed elements class after class: what describes the classes, their sizes and changed elements, the
+    order that
+    sorts the elements by class, and their ranks in that order."""
+
+    start: int
+    mask: int
+    sizes: np.ndarray
+    moved: np.ndarray
+    order: np.ndarray | slice
+    ranks: np.ndarray
+
+
+def _places_of_ranks(old_values: np.ndarray, ranks: classes.ClassRanks) -> _Places:
+    fine = classes.fine_classes(old_values, ranks.start).astype(np.uint8)
+    order = np.argsort(fine, kind="stable")
+    moved = np.bincount(fine, minlength=classes.CLASSES)
+    return _Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, order, ranks.ranks[order])
+
+
+def _places_by_class(
+    indices: np.ndarray, old_values: np.ndarray, old: np.ndarray, step_symbols: np.ndarray
+) -> _Places:
+    start = classes.exponents_start(old)
+    fine = classes.fine_classes(old_values, start)
+    mask = _partition(old, start, fine, step_symbols, old.dtype.itemsize * 8)
+    of_class = classes.merged_classes(fine, mask).astype(np.uint8)
+    order = np.argsort(of_class, kind="stable")
+    boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
+    counts = classes.count_classes(old, boundaries)
+    moved = np.bincount(of_class, minlength=counts.shape[1])
+    class_indices = np.split(indices[order], np.cumsum(moved)[:-1])
+    ranks = np.concatenate(classes.ranks(old, boundaries, counts, class_indices))
+    return _Places(start, mask, counts.sum(axis=0), moved, order, ranks)
 
 
 def _partition(old: np.ndarray, start: int, fine: np.ndarray, step_symbols: np.ndarray, bits: int) -> int:

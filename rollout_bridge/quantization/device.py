@@ -19,6 +19,8 @@ from rollout_bridge.quantization.host import BLOCK, MAXIMUM_SCALE_EXPONENT, MINI
 _BF16_INFINITY = 0x7F80
 _WORD = 32
 _SMALLEST_BUCKET = 1024
+_CLASSES = 16  # as rollout_bridge.delta.classes has them
+_EXPONENT_SHIFT = {8: 3, 16: 7}
 
 
 @functools.partial(
@@ -158,6 +160,30 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Cha
     old = jnp.where(valid, baseline.reshape(-1)[positions], 0).astype(codes.dtype)
     new = jnp.where(valid, codes.reshape(-1)[positions], 0).astype(codes.dtype)
     return Changes(count, counts, positions, old, new)
+
+
+def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) -> tuple[jax.Array, jax.Array]:
+    """What lets a host that has only the changes code them as small as one that has the whole baseline.
+
+    baseline [..., out, in]; positions int32[n]: of `diff_compact`. Returns ranks int32[n], of each position
+    among the elements of its class (by the exponent of the old value, from the exponent field `start`; 0 for
+    FP8 codes, 112 suits BF16 weights) in the whole stack, and sizes int32[..., 16], the elements of each
+    class in each matrix: what `delta.split_stacked` takes.
+    """
+    width = baseline.dtype.itemsize * 8
+    exponents = (baseline & ((1 << (width - 1)) - 1)) >> _EXPONENT_SHIFT[width]
+    classes = jnp.clip(exponents.astype(jnp.int32) - start, 0, _CLASSES - 1).astype(jnp.uint8)
+    class_of_position = classes.reshape(-1)[positions]
+    word, bit = positions // _WORD, (positions % _WORD).astype(jnp.uint32)
+    ranks = jnp.zeros_like(positions)
+    sizes = []
+    for number in range(_CLASSES):
+        member = classes == number
+        words, cumulative = _bit_index(member.reshape(-1))
+        from_bit = lax.population_count(words[word] >> bit).astype(jnp.int32)
+        ranks = jnp.where(class_of_position == number, cumulative[word] - from_bit, ranks)
+        sizes.append(jnp.sum(member.astype(jnp.int32), axis=(-2, -1)))
+    return ranks, jnp.stack(sizes, axis=-1)
 
 
 def _bit_index(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
