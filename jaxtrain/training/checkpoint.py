@@ -12,7 +12,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-_ARRAYS, _DATA = "arrays", "data"
+from jaxtrain.training.integrity import digests
+
+# Items of a checkpoint; the JSON one holds the caller's data and the arrays' digests.
+_ARRAYS, _JSON = "arrays", "json"
 
 
 class CheckpointError(RuntimeError):
@@ -63,7 +66,7 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
             ),
-            item_handlers={_ARRAYS: ocp.StandardCheckpointHandler(), _DATA: ocp.JsonCheckpointHandler()},
+            item_handlers={_ARRAYS: ocp.StandardCheckpointHandler(), _JSON: ocp.JsonCheckpointHandler()},
         )
 
     def save(self, step: int, arrays: Any, data: Mapping[str, Any], *, force: bool = False) -> bool:
@@ -96,9 +99,9 @@ class Checkpointer:
                 f"{self.directory}: cannot save step {step}, step {steps[-1]} is there already; restore that "
                 "one, or delete the later steps' directories if they are to be trained again"
             )
-        items = ocp.args.Composite(
-            **{_ARRAYS: ocp.args.StandardSave(_by_path(arrays)), _DATA: ocp.args.JsonSave(dict(data))}
-        )
+        leaves = _by_path(arrays)
+        item = {"data": dict(data), "digests": digests(leaves)}
+        items = ocp.args.Composite(**{_ARRAYS: ocp.args.StandardSave(leaves), _JSON: ocp.args.JsonSave(item)})
         return bool(self._manager.save(step, args=items, force=True))
 
     def restore(self, step: int | None, like: Any) -> Restored:
@@ -110,8 +113,9 @@ class Checkpointer:
             to. jax leaves without a sharding come on the first local device, numpy leaves as numpy arrays.
 
         Raises:
-          CheckpointError: no such step, leaves that differ from `like` in path, shape or dtype, or files that
-            cannot be read. The message names the checkpoint, the leaves and what to do.
+          CheckpointError: no such step, leaves that differ from `like` in path, shape or dtype, files that
+            cannot be read, or arrays that are not bit for bit what was saved. The message names the
+            checkpoint, the leaves and what to do.
         """
         step = self._existing(step)
         where = f"{self.directory}/{step}"
@@ -119,14 +123,20 @@ class Checkpointer:
         self._check(where, step, wanted)
         targets = {path: _target(leaf) for path, leaf in wanted.items()}
         items = ocp.args.Composite(
-            **{_ARRAYS: ocp.args.StandardRestore(targets), _DATA: ocp.args.JsonRestore()}
+            **{_ARRAYS: ocp.args.StandardRestore(targets), _JSON: ocp.args.JsonRestore()}
         )
         try:
             restored = self._manager.restore(step, args=items)
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
             raise CheckpointError(self._unreadable(where, step, str(error))) from error
-        leaves = [restored[_ARRAYS][path] for path in wanted]
-        return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), restored[_DATA])
+        leaves = {path: restored[_ARRAYS][path] for path in wanted}
+        saved, found = restored[_JSON]["digests"], digests(leaves)
+        if damaged := [path for path in wanted if found[path] != saved[path]]:
+            raise CheckpointError(
+                self._unreadable(where, step, f"{damaged} are not what was saved: their digests differ")
+            )
+        tree = jax.tree.unflatten(jax.tree.structure(like), list(leaves.values()))
+        return Restored(step, tree, restored[_JSON]["data"])
 
     def latest(self) -> int | None:
         """Returns the newest finished step, or None."""
