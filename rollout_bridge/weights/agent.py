@@ -1,7 +1,7 @@
 """One sync agent a host: follows the head, hands every version to the engine verified, and acknowledges it.
 
-One loop that reads the truth again each time round: what the engine serves, what the mirror holds, what is pinned,
-what is published. So a crash anywhere is answered by starting the loop.
+One loop that reads the truth again each time round: what the engine serves, what the mirror holds, what is
+pinned, what is published. So a crash anywhere is answered by starting the loop.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class AgentError(RuntimeError):
 class AgentSettings:
     """Seconds. poll: between looks at the head. heartbeat: between acknowledgements when nothing moves.
 
-    patience: how long one kind of trouble may last (no run yet, store out of reach, head out of reach, engine
-    refusing updates) before the agent gives up. retry: first pause after a failure, doubled up to `poll` * 30.
+    patience: how long trouble may last without a success between (no run yet, store out of reach, head out of
+    reach, engine refusing updates) before the agent gives up. retry: first pause after a failure, doubled
+    up to 30 times `poll`.
     """
 
     poll: float = 1.0
@@ -82,7 +83,7 @@ class SyncAgent:
     async def run(self) -> None:
         """Serves until the trainer says "finished" and its head is served.
 
-        Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the directory.
+        Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
         """
         mirror = await _in_thread(lambda: Mirror(self._mirror_dir))
         subscriber = Subscriber(self.store, mirror, name=self.agent_id)
@@ -174,8 +175,8 @@ class SyncAgent:
         logger.warning("agent %s: failure %d: %s", self.agent_id, self._failures, error)
         if lasted > self._settings.patience:
             raise AgentError(
-                f"agent {self.agent_id}: no success for {lasted:.0f} s, {self._failures} failures. Last: {error}. "
-                "Repair that and start the agent again; its mirror is kept"
+                f"agent {self.agent_id}: no success for {lasted:.0f} s, {self._failures} failures. Last: "
+                f"{error}. Repair that and start the agent again; its mirror is kept"
             ) from error
         pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
         await asyncio.sleep(min(pause, 30 * self._settings.poll))

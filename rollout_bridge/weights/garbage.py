@@ -1,8 +1,8 @@
 """What of the weight chain may go: everything no reader can need again.
 
-Kept: the newest full version (a new reader starts there), what leads to an evaluation still asked for, and the chain
-from the oldest version an agent has acknowledged, as long as that is within `retention` versions of the head; an agent
-further behind takes the newest full version.
+Kept: the newest full version (a new reader starts there), what leads to an evaluation still wanted, and the
+chain from the oldest version an agent has acknowledged, as long as that is within `retention` versions of the
+head; an agent further behind takes the newest full version.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def collect(store: Store, *, retention: int, now: float | None = None) -> Collec
     """Removes versions nobody can need: those before the oldest kept, and unfinished ones beside the chain.
 
     retention: versions behind the head up to which an acknowledgement keeps the chain. now: unix seconds.
-    Only the owner of the run may call it, with no publication in flight. Raises `BrokenVersion` if the chain cannot
-    be read: then nothing is removed.
+    Only the owner of the run may call it, with no publication in flight. Raises `BrokenVersion` if the chain
+    cannot be read: then nothing is removed.
     """
     if retention < 0:
         raise ValueError(f"retention: {retention} is negative")

@@ -1,4 +1,4 @@
-"""Evaluation requests of the trainer, as far as weights care: hold exactly this version until it is answered."""
+"""Evaluation requests of the trainer, as far as weights care: hold one version until they are answered."""
 
 from __future__ import annotations
 
