@@ -95,6 +95,7 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
     The momentum rule is that of torch.optim.Muon and Moonlight (arXiv 2502.16982); the scale,
     update_rms * sqrt(max(A, B)), is Moonlight's equation 4.
     """
+    _check(config)
     groups = _groups(layouts)
     momentum_dtype = jnp.dtype(config.momentum_dtype)
     iteration_dtype = jnp.dtype(config.iteration_dtype)
@@ -134,9 +135,25 @@ class _Group:
     layouts: dict[str, MatrixLayout]
 
 
+def _check(config: MuonConfig) -> None:
+    coefficients(config.coefficients, config.newton_schulz_steps)
+    if config.algorithm not in list(Algorithm):
+        raise ValueError(
+            f"muon.algorithm: found {config.algorithm!r}, expected one of {[*map(str, Algorithm)]}"
+        )
+    if not 0 <= config.momentum < 1:
+        raise ValueError(f"muon.momentum: found {config.momentum}, expected at least 0 and below 1")
+    for name in ("momentum_dtype", "iteration_dtype"):
+        dtype = jnp.dtype(getattr(config, name))
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"muon.{name}: found {dtype}, expected a floating type such as float32 or bfloat16"
+            )
+
+
 def _orthogonalize_group(group: _Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
     polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
-    how: dict[str, Any] = {"algorithm": config.algorithm, "dtype": config.iteration_dtype}
+    how: dict[str, Any] = {"algorithm": Algorithm(config.algorithm), "dtype": config.iteration_dtype}
     widths = [layout.head_width for layout in group.layouts.values()]
 
     def local(*blocks: Array) -> tuple[Array, ...]:

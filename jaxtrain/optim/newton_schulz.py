@@ -77,7 +77,7 @@ def floating_point_operations(rows: int, columns: int, *, steps: int, algorithm:
     """Returns multiplications plus additions in the matrix products that orthogonalise one matrix."""
     m, k = sorted((rows, columns))
     gram_product, square = 2 * m * m * k, 2 * m**3
-    if algorithm is Algorithm.direct:
+    if Algorithm(algorithm) is Algorithm.direct:
         return steps * (2 * gram_product + square)
     # r @ r each step; r @ z and p @ z between steps; q @ z on all but the first; the two outer products.
     return steps * square + (steps - 1) * 3 * square + 2 * gram_product
@@ -98,7 +98,7 @@ def orthogonalize(
     Source: https://kellerjordan.github.io/posts/muon/.
     """
     dtype = jnp.dtype(dtype)
-    iterate = _direct if algorithm is Algorithm.direct else _gram
+    iterate = {Algorithm.direct: _direct, Algorithm.gram: _gram}[Algorithm(algorithm)]
 
     def one(x: Array) -> Array:
         norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import jax
@@ -95,12 +94,11 @@ def test_update_rms_is_the_configured_one_for_every_shape(algorithm):
 
 
 def test_grouping_changes_nothing():
-    gradients = _gradients({"a": (2, 8, 12), "b": (8, 12), "c": (3, 2, 8, 12), "d": (12, 8)}, steps=2)
+    gradients = _gradients({"a": (2, 3, 8, 12), "b": (8, 12), "c": (2, 8, 12)}, steps=1)
     together, _ = _run(MuonConfig(), gradients)
     for path in gradients[0]:
         alone, _ = _run(MuonConfig(), [{path: g[path]} for g in gradients])
-        for step in range(2):
-            np.testing.assert_allclose(together[step][path], alone[step][path], atol=1e-6)
+        np.testing.assert_allclose(together[0][path], alone[0][path], atol=1e-6)
 
 
 def test_split_heads_orthogonalises_each_head_alone():
@@ -140,14 +138,19 @@ def _shard(tree, mesh):
     return {p: jax.device_put(x, NamedSharding(mesh, SHARDED[p][1])) for p, x in tree.items()}
 
 
-@pytest.fixture(scope="module", params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def mesh(request):
+def _mesh(axis_type):
     devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-    return Mesh(devices, ("expert", "fsdp", "tensor"), axis_types=(request.param,) * 3)
+    return Mesh(devices, ("expert", "fsdp", "tensor"), axis_types=(axis_type,) * 3)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_many_devices_give_what_one_gives(mesh, algorithm):
+@pytest.fixture(scope="module")
+def mesh():
+    return _mesh(AxisType.Auto)
+
+
+@pytest.mark.parametrize(("algorithm", "axis_type"), [("direct", AxisType.Auto), ("gram", AxisType.Explicit)])
+def test_many_devices_give_what_one_gives(algorithm, axis_type):
+    mesh = _mesh(axis_type)
     gradients = _gradients({path: shape for path, (shape, _) in SHARDED.items()}, steps=2)
     config = MuonConfig(algorithm=algorithm)
     expected, _ = _run(config, gradients)
@@ -218,6 +221,15 @@ def test_heads_are_split_where_they_are(mesh):
         scale_by_muon(MuonConfig(), {"q": layout_of(sharded, head_width=8)})
 
 
-def test_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MuonConfig().momentum = 0.9
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("algorithm", "fast", r"muon.algorithm: found 'fast', expected one of \['direct', 'gram'\]"),
+        ("momentum", 1.0, "muon.momentum: found 1.0"),
+        ("iteration_dtype", "int32", "muon.iteration_dtype: found int32, expected a floating type"),
+        ("coefficients", "none", "found 'none', expected one of"),
+    ],
+)
+def test_wrong_settings_name_the_field(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        scale_by_muon(MuonConfig(**{field: value}), {})
