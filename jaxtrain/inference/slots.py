@@ -86,9 +86,7 @@ def empty_slots(definition: Definition, *, slots: int, length: int) -> Slots:
 
 
 @partial(jax.jit, static_argnums=0)
-def prefill(
-    definition_static: _Static, params: Params, tokens_NP: jax.Array
-) -> tuple[Cache, jax.Array]:
+def prefill(definition_static: _Static, params: Params, tokens_NP: jax.Array) -> tuple[Cache, jax.Array]:
     """Keys and values of the prompts, and the experts their tokens used, int32 [N, P, Lm, k]."""
     definition = definition_static.definition
     n, p = tokens_NP.shape
@@ -128,11 +126,17 @@ def release(slots: Slots, stopped: jax.Array) -> Slots:
     return Slots(**{**vars(slots), "active": slots.active & ~stopped})
 
 
+def with_cache(slots: Slots, cache: Cache) -> Slots:
+    """The same slots over another cache of the same shape."""
+    return Slots(**{**vars(slots), "cache": cache})
+
+
 @partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
 def decode(
-    definition_static: _Static, params: Params, slots: Slots, steps: int, stop_ids: jax.Array
+    definition_static: _Static, params: Params, slots: Slots, steps: int, stop_ids_BK: jax.Array
 ) -> tuple[Slots, Decoded]:
-    """Advances every active slot by up to `steps` tokens; a slot stops at a stop id or at its limit."""
+    """Advances every active slot by up to `steps` tokens; a slot stops at its limit or at one of its
+    stop ids (int32 [B, K], -1 fills)."""
     definition = definition_static.definition
     length = slots.cache.keys.shape[2]
 
@@ -142,7 +146,7 @@ def decode(
         hidden, cache, experts = model.extend(slots.token[:, None], position[:, None], slots.cache)
         token, logprob = sample(model.logits(hidden[:, 0]), slots.temperature, slots.seed, slots.generated)
         generated = slots.generated + slots.active
-        stopped = (token[:, None] == stop_ids[None]).any(-1) | (generated >= slots.limit)
+        stopped = (token[:, None] == stop_ids_BK).any(-1) | (generated >= slots.limit)
         moved = Slots(
             cache=cache,
             token=jnp.where(slots.active, token, slots.token),

@@ -35,7 +35,9 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
     """
 
     def loss(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
-        out, router = _forward(definition, params, batch, temperature=jnp.asarray(batch.temperature).reshape(-1))
+        out, router = _forward(
+            definition, params, batch, temperature=jnp.asarray(batch.temperature).reshape(-1)
+        )
         weights = jnp.asarray(batch.loss_weights).reshape(-1)
         sums = double_sided_importance_sampling(
             out.logprobs,

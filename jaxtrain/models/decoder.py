@@ -21,7 +21,7 @@ from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.experts import Experts
 from jaxtrain.models.mlp import SwiGLU
 from jaxtrain.models.norm import rms_norm
-from jaxtrain.models.parameters import normal, ones, parameter
+from jaxtrain.models.parameters import Buffer, normal, ones, parameter
 from jaxtrain.models.rope import rotation
 from jaxtrain.models.router import Router, Routing, expert_counts
 
@@ -249,18 +249,11 @@ class Definition:
         missing = self.shapes.keys() - params.keys()
         if missing:
             raise KeyError(f"parameters missing: {sorted(missing)}")
-        kinds = {path: nnx.Param for path in self.shapes}
         flat = {
-            tuple(path.split("/")): (_buffer_type() if path in self.buffers else kinds[path])(params[path])
+            tuple(path.split("/")): (Buffer if path in self.buffers else nnx.Param)(params[path])
             for path in self.shapes
         }
-        return nnx.merge(self.graphdef, nnx.State.from_flat_path(flat))
-
-
-def _buffer_type() -> type[nnx.Variable]:
-    from jaxtrain.models.parameters import Buffer
-
-    return Buffer
+        return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
 
 
 @lru_cache(maxsize=8)
@@ -276,7 +269,7 @@ def define(config: ModelConfig) -> Definition:
             path: jax.ShapeDtypeStruct(v.get_value().shape, v.get_value().dtype) for path, v in flat.items()
         },
         axes={path: v.get_metadata()["logical_axes"] for path, v in flat.items()},
-        buffers=frozenset(path for path, v in flat.items() if isinstance(v, _buffer_type())),
+        buffers=frozenset(path for path, v in flat.items() if isinstance(v, Buffer)),
     )
 
 

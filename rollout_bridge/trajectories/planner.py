@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.claims import grant
@@ -65,9 +66,10 @@ class Planner:
         """Bad segments so far, by key, with what is wrong with them."""
         return dict(self._reader.quarantined)
 
-    def plan(self, step: int, version: int, *, timeout: float) -> Plan:
+    def plan(self, step: int, version: int, *, timeout: float, target_tokens: int | None = None) -> Plan:
         """The plan of `step`: the one in the store, else a new one at trainer version `version`, durable on
-        return.
+        return. `target_tokens`: of this step and later ones, instead of the target of the settings (batch-size
+        warm-up).
 
         Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans have
         passed.
@@ -83,6 +85,8 @@ class Planner:
                 "made in order. "
                 f"Restore it, or restart with --discard-plans-after {step - 1}"
             )
+        if target_tokens is not None:
+            self._settings = replace(self._settings, target_tokens=target_tokens, target_trajectories=None)
         deadline = self._clock() + timeout
         while True:
             selection = self._select(step, version)

@@ -1,0 +1,419 @@
+"""The embedded rollout engine: contract 3 on JAX, for one machine and for synchronous colocated runs.
+
+One thread owns the device: it admits requests into slots, decodes a few tokens, hands out what finished, and
+between two decodes swaps weights that another thread has made ready. Requests run across swaps; every token
+carries the version it was sampled from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.inference import slots as device
+from jaxtrain.inference import weights
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import define
+from rollout_bridge.engines.protocol import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    KvPolicy,
+    Request,
+    UpdateReport,
+    VersionSpan,
+)
+from rollout_bridge.quantization.plan import QuantizationPlan
+from rollout_bridge.weights.update import Update
+
+log = logging.getLogger(__name__)
+
+STOP_WIDTH = 4  # stop ids of a request before a wider program is compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """slots: requests decoded together. prompts: distinct prompts admitted at once. max_prompt, max_length: tokens.
+
+    decode_tokens: tokens a slot makes between two looks at the queue and at new weights.
+    capture_routed_experts: return the experts of every token, for router replay.
+    """
+
+    slots: int
+    max_prompt: int
+    max_length: int
+    prompts: int = 8
+    decode_tokens: int = 4
+    kv_policy: KvPolicy = KvPolicy.KEEP
+    capture_routed_experts: bool = False
+
+
+@dataclass
+class _Running:
+    """A request that is waiting or in a slot. Arrays of generated tokens grow decode by decode."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    started: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    prompt_experts: np.ndarray | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def extend(self, version: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        if end == start:
+            return
+        self.tokens.extend(tokens.tolist())
+        self.logprobs.extend(logprobs.tolist())
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
+        else:
+            self.spans.append(VersionSpan(version, start, end))
+
+
+@dataclass
+class _Swap:
+    update: Update
+    params: weights.Params
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[float]
+
+
+class EmbeddedEngine:
+    """`RolloutEngine` on the devices of this process.
+
+    Raises `EngineError` from `generate` for a request that cannot fit, naming the setting, and for every request
+    in flight if the device thread fails; the engine then reports itself unhealthy.
+    """
+
+    name = "embedded"
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        plan: QuantizationPlan,
+        settings: EngineSettings,
+        *,
+        compute_dtype: str = "bfloat16",
+        expert_implementation: str = "auto",
+    ) -> None:
+        config = ModelConfig.from_hf(
+            hf_config, compute_dtype=compute_dtype, expert_implementation=expert_implementation, remat="none"
+        )
+        self.settings = settings
+        self._hf_config, self._plan, self._compute_dtype = hf_config, plan, compute_dtype
+        self._definition = define(config)
+        self._static = device.static(self._definition)
+        self._slots = device.empty_slots(self._definition, slots=settings.slots, length=settings.max_length)
+        self._running: list[_Running | None] = [None] * settings.slots
+        self._waiting: deque[_Running] = deque()
+        self._swap: _Swap | None = None
+        self._params: weights.Params | None = None
+        self._version: int | None = None
+        self._failure: str | None = None
+        self._generated = 0
+        self._closed = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        for request in requests:
+            self._check(request)
+        entries = [_Running(request, loop, loop.create_future()) for request in requests]
+        with self._wake:
+            self._raise_if_failed()
+            self._waiting.extend(entries)
+            self._wake.notify()
+        try:
+            return list(await asyncio.gather(*(entry.future for entry in entries)))
+        except BaseException:
+            # A cancelled caller must not leave slots busy with requests nobody waits for.
+            for entry in entries:
+                entry.future.cancel()
+            raise
+
+    async def update(self, update: Update) -> UpdateReport:
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        with self._wake:
+            self._raise_if_failed()
+            old = self._params
+        params = await asyncio.to_thread(self._load, update, old)
+        swap = _Swap(update, params, loop, loop.create_future())
+        with self._wake:
+            self._swap = swap
+            self._wake.notify()
+        pause = await swap.done
+        return UpdateReport(
+            version=update.version,
+            pause_ms=1e3 * pause,
+            total_ms=1e3 * (time.perf_counter() - started),
+            tensors=len(update.changed),
+        )
+
+    async def version(self) -> int | None:
+        return self._version
+
+    async def health(self) -> Health:
+        with self._wake:
+            busy = sum(entry is not None for entry in self._running)
+            metrics = {"running": busy, "waiting": len(self._waiting), "generated_tokens": self._generated}
+            if self._failure is not None or self._closed:
+                reason = self._failure or "the engine is closed"
+                return Health(ready=False, version=self._version, reason=reason, metrics=metrics)
+            reason = "" if self._version is not None else "no weights yet: waiting for the first update"
+            return Health(ready=not reason, version=self._version, reason=reason, metrics=metrics)
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _check(self, request: Request) -> None:
+        size, settings = len(request.prompt_ids), self.settings
+        if not 1 <= size <= settings.max_prompt:
+            raise EngineError(
+                f"embedded engine: request {request.request_id}: prompt of {size} tokens is not in "
+                f"[1, {settings.max_prompt}]; raise batch.sequence_length or shorten the prompt"
+            )
+        if size + request.max_tokens > settings.max_length:
+            raise EngineError(
+                f"embedded engine: request {request.request_id}: prompt of {size} tokens and max_tokens "
+                f"{request.max_tokens} exceed {settings.max_length}; lower rollouts.max_tokens"
+            )
+
+    def _load(self, update: Update, old: weights.Params | None) -> weights.Params:
+        params = weights.load(
+            update, hf_config=self._hf_config, plan=self._plan, compute_dtype=self._compute_dtype, old=old
+        )
+        return jax.block_until_ready(params)
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._closed:
+            raise EngineError("embedded engine: closed; start a new one")
+
+    # The device thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._apply_swap()
+                self._admit()
+                if any(entry is not None for entry in self._running):
+                    self._decode()
+        except Exception as error:
+            log.exception("embedded engine: the device thread failed")
+            self._fail(f"embedded engine: {type(error).__name__}: {error}; restart the worker")
+        else:
+            self._fail("embedded engine: closed while requests were running")
+
+    def _wait_for_work(self) -> bool:
+        """Blocks until there is something to do; False once closed."""
+        with self._wake:
+            while not self._closed:
+                ready = self._params is not None and any(map(self._admissible, self._waiting))
+                if self._swap is not None or ready or any(e is not None for e in self._running):
+                    return True
+                self._wake.wait()
+            return False
+
+    def _apply_swap(self) -> None:
+        with self._wake:
+            swap, self._swap = self._swap, None
+        if swap is None:
+            return
+        started = time.perf_counter()
+        first = self._params is None
+        self._params, self._version = swap.params, swap.update.version
+        stopped = [
+            index
+            for index, entry in enumerate(self._running)
+            if entry is not None and entry.request.exact_version not in (None, self._version)
+        ]
+        for index in stopped:
+            self._finish(index, FinishReason.ABORT)
+        if stopped:
+            mask = np.zeros(self.settings.slots, bool)
+            mask[stopped] = True
+            self._slots = device.release(self._slots, jnp.asarray(mask))
+        if self.settings.kv_policy is KvPolicy.RECOMPUTE and not first:
+            self._recompute()
+        pause = time.perf_counter() - started
+        swap.loop.call_soon_threadsafe(_resolve, swap.done, pause)
+
+    def _recompute(self) -> None:
+        """Rebuilds the cache of every running request under the new weights."""
+        tokens = np.zeros((self.settings.slots, self.settings.max_length), np.int32)
+        for index, entry in enumerate(self._running):
+            if entry is not None:
+                sequence = [*entry.request.prompt_ids, *entry.tokens]
+                tokens[index, : len(sequence)] = sequence
+        cache, _ = device.prefill(self._static, self._params, jnp.asarray(tokens))
+        self._slots = device.with_cache(self._slots, cache)
+        jax.block_until_ready(self._slots.token)
+
+    def _admissible(self, entry: _Running) -> bool:
+        if self._version is None:
+            return False
+        request = entry.request
+        minimum = max(request.minimum_version or 0, request.exact_version or 0)
+        return self._version >= minimum
+
+    def _admit(self) -> None:
+        """Moves waiting requests into free slots, up to `prompts` distinct prompts."""
+        if self._params is None:
+            return
+        free = [index for index, entry in enumerate(self._running) if entry is None]
+        chosen: list[tuple[int, _Running]] = []
+        distinct: dict[tuple[int, ...], int] = {}
+        with self._wake:
+            kept: deque[_Running] = deque()
+            while self._waiting:
+                entry = self._waiting.popleft()
+                if entry.future.cancelled():
+                    continue
+                missed = (
+                    entry.request.exact_version is not None and entry.request.exact_version < self._version
+                )
+                if missed:
+                    self._deliver(entry, FinishReason.ABORT)
+                    continue
+                prompt = tuple(entry.request.prompt_ids)
+                room = prompt in distinct or len(distinct) < self.settings.prompts
+                if len(chosen) < len(free) and room and self._admissible(entry):
+                    distinct.setdefault(prompt, len(distinct))
+                    chosen.append((free[len(chosen)], entry))
+                else:
+                    kept.append(entry)
+            self._waiting = kept
+        if chosen:
+            self._insert(chosen, distinct)
+
+    def _insert(self, chosen: list[tuple[int, _Running]], distinct: Mapping[tuple[int, ...], int]) -> None:
+        settings = self.settings
+        tokens = np.zeros((settings.prompts, settings.max_prompt), np.int32)
+        for prompt, row in distinct.items():
+            tokens[row, : len(prompt)] = prompt
+        cache, experts = device.prefill(self._static, self._params, jnp.asarray(tokens))
+        entry_arrays = {
+            name: np.zeros(settings.slots, np.int32) for name in ("source", "token", "position", "limit")
+        }
+        slot = np.full(settings.slots, settings.slots, np.int32)
+        temperature = np.zeros(settings.slots, np.float32)
+        seed = np.zeros(settings.slots, np.uint32)
+        captured = np.asarray(experts) if settings.capture_routed_experts else None
+        for row, (index, entry) in enumerate(chosen):
+            request = entry.request
+            prompt = tuple(request.prompt_ids)
+            slot[row], temperature[row] = index, request.temperature
+            seed[row] = request.seed & 0xFFFFFFFF
+            entry_arrays["source"][row] = distinct[prompt]
+            entry_arrays["token"][row] = prompt[-1]
+            entry_arrays["position"][row] = len(prompt) - 1
+            entry_arrays["limit"][row] = request.max_tokens
+            entry.started = time.perf_counter()
+            if captured is not None:
+                entry.prompt_experts = captured[distinct[prompt], : len(prompt) - 1]
+            self._running[index] = entry
+        self._slots = device.insert(
+            self._slots,
+            cache,
+            device.Insertion(slot=slot, temperature=temperature, seed=seed, **entry_arrays),
+        )
+
+    def _decode(self) -> None:
+        """A few tokens for every slot."""
+        width = max((len(e.request.stop_ids) for e in self._running if e is not None), default=0)
+        stop_ids = np.full((self.settings.slots, max(STOP_WIDTH, width)), -1, np.int32)
+        for index, entry in enumerate(self._running):
+            if entry is not None:
+                stop_ids[index, : len(entry.request.stop_ids)] = list(entry.request.stop_ids)
+        self._slots, decoded = device.decode(
+            self._static, self._params, self._slots, self.settings.decode_tokens, jnp.asarray(stop_ids)
+        )
+        tokens, logprobs, valid = (np.asarray(x) for x in (decoded.tokens, decoded.logprobs, decoded.valid))
+        experts = np.asarray(decoded.experts) if self.settings.capture_routed_experts else None
+        active = np.asarray(self._slots.active)
+        assert self._version is not None
+        for index, entry in enumerate(self._running):
+            if entry is None:
+                continue
+            made = valid[:, index]
+            entry.extend(self._version, tokens[made, index], logprobs[made, index])
+            if experts is not None:
+                entry.experts.append(experts[made, index])
+            self._generated += int(made.sum())
+            if not active[index]:
+                stopped = bool(entry.tokens) and entry.tokens[-1] in entry.request.stop_ids
+                self._finish(index, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def _finish(self, index: int, reason: FinishReason) -> None:
+        entry, self._running[index] = self._running[index], None
+        assert entry is not None
+        self._deliver(entry, reason)
+
+    def _deliver(self, entry: _Running, reason: FinishReason) -> None:
+        completion = Completion(
+            request_id=entry.request.request_id,
+            token_ids=np.asarray(entry.tokens, np.int32),
+            logprobs=np.asarray(entry.logprobs, np.float32),
+            spans=tuple(entry.spans),
+            finish_reason=reason,
+            kv_policy=self.settings.kv_policy,
+            seconds=time.perf_counter() - entry.started if entry.started else 0.0,
+            routed_experts=_routed_experts(entry) if self.settings.capture_routed_experts else None,
+        )
+        entry.loop.call_soon_threadsafe(_resolve, entry.future, completion)
+
+    def _fail(self, reason: str) -> None:
+        with self._wake:
+            self._failure = reason
+            entries = [e for e in [*self._running, *self._waiting] if e is not None]
+            self._waiting.clear()
+            self._running = [None] * self.settings.slots
+            swap, self._swap = self._swap, None
+        for entry in entries:
+            entry.loop.call_soon_threadsafe(_reject, entry.future, EngineError(reason))
+        if swap is not None:
+            swap.loop.call_soon_threadsafe(_reject, swap.done, EngineError(reason))
+
+
+def _routed_experts(entry: _Running) -> np.ndarray:
+    """int16 [prompt + T, Lm, k]; the last token was never an input, so its row is -1."""
+    known = [] if entry.prompt_experts is None else [entry.prompt_experts]
+    rows = (
+        np.concatenate([*known, *entry.experts]) if known or entry.experts else np.zeros((0, 0, 0), np.int32)
+    )
+    total = len(entry.request.prompt_ids) + len(entry.tokens)
+    out = np.full((total, *rows.shape[1:]), -1, np.int16)
+    out[: len(rows)] = rows
+    return out
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

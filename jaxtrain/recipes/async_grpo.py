@@ -1,0 +1,221 @@
+"""Asynchronous GRPO: a warm start, then policy-gradient steps on whatever the rollout fleet has sent.
+
+Trainer and fleet meet only in the store. Every step trains on a plan written before it (contract 4), and every
+version follows the last one in the chain (contract 1), so a restart redoes what the plans say: it restores a
+checkpoint, trains the recorded plans again, publishes nothing until the head's step is passed, and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.objectives import POLICY_METRICS, policy
+from jaxtrain.recipes import supervised
+from jaxtrain.rl.control import Evaluations, announce
+from jaxtrain.rl.publication import Publications
+from jaxtrain.training.context import Context, Progress, Stopped, batch_ramp, learning_rate, open_context
+from jaxtrain.training.step import TrainState
+from jaxtrain.training.trainer import compile_programs, train_step
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
+from rollout_bridge.trajectories.gate import Gate
+from rollout_bridge.trajectories.plan import discard_plans_after
+from rollout_bridge.trajectories.planner import Planner
+from rollout_bridge.trajectories.selection import SelectionSettings
+from sharding import processes
+
+log = logging.getLogger(__name__)
+
+FILL = 0.95  # of a batch's positions that a plan aims at; best-fit packing loses less than the rest
+
+
+def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int | None = None) -> None:
+    """Trains until `rl.steps` are done and both evaluations are answered; run again to resume.
+
+    discard_plans_after_step: forget the plans of later RL steps, the way out of a plan that cannot be trained.
+    """
+    context = open_context(config, run_dir)
+    store = Store.open(config.store_url)
+    if discard_plans_after_step is not None and processes.process_index() == 0:
+        log.warning("discarded plans of steps %s", discard_plans_after(store, discard_plans_after_step))
+    publications = Publications.open(context, store)
+    try:
+        state, progress = context.restore_or_initialize()
+        announce(store, "warm_start", progress, publications.version)
+        state, progress = supervised.train(context, state, progress, config.warm_start, name="warm_start")
+        context.save(state, progress, force=True)
+
+        evaluations = Evaluations(
+            store, prompts=config.evaluation.prompts, timeout=config.evaluation.timeout_s
+        )
+        publications.follow(state, progress)
+        if progress.rl_steps == 0:
+            evaluations.request(publications.version, step=0)
+        state, progress = reinforce(context, store, publications, evaluations, state, progress)
+
+        evaluations.request(publications.finish(), step=progress.rl_steps)
+        evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))
+        announce(store, "finished", progress, publications.version)
+    except Stopped as stopped:
+        log.info("%s", stopped)
+    finally:
+        publications.close()
+        context.close()
+
+
+def reinforce(
+    context: Context,
+    store: Store,
+    publications: Publications,
+    evaluations: Evaluations,
+    state: TrainState,
+    progress: Progress,
+) -> tuple[TrainState, Progress]:
+    """The RL steps: plan, read, train, publish."""
+    config = context.config
+    assert isinstance(config, AsyncGrpoConfig)
+    phase, rows, length = config.rl, config.batch.rows, config.batch.sequence_length
+    rate = learning_rate(phase.learning_rate)
+    ramp = batch_ramp(phase.batch, microbatch_tokens=rows * length)
+    programs = compile_programs(
+        context.definition,
+        context.optimizer,
+        context.placement,
+        loss_function=policy(eps_low=phase.eps_low, eps_high=phase.eps_high),
+        metric_names=POLICY_METRICS,
+        clip_norm=config.optimizer.clip_norm,
+    )
+    planner = open_planner(config, store, lambda: context.stop_if_asked(state, progress))
+    plans = iter(
+        PlanDataset(
+            store,
+            first_step=progress.rl_steps,
+            timeout_seconds=config.trajectories.wait_timeout_s,
+            poll_seconds=POLL_SECONDS,
+        )
+    )
+    while progress.rl_steps < phase.steps:
+        started = time.perf_counter()
+        announce(store, "rl", progress, publications.version)
+        microbatches = ramp.microbatches(progress.rl_tokens)
+        if planner is not None:
+            planner.plan(
+                progress.rl_steps,
+                publications.version,
+                timeout=config.trajectories.wait_timeout_s,
+                target_tokens=int(FILL * microbatches * rows * length),
+            )
+        planned = next(plans)
+        batch = pack(documents(planned), rows=rows, sequence_length=length)
+        waited = time.perf_counter() - started
+        lr = rate(progress.rl_tokens)
+        state, report = train_step(
+            programs,
+            context.placement,
+            state,
+            batch,
+            learning_rate=lr,
+            router_bias_rate=phase.router_bias_rate,
+            balance_weight=phase.aux_loss_weight,
+        )
+        tokens = int(np.count_nonzero(batch.segment_ids))
+        progress = replace(
+            progress,
+            step=progress.step + 1,
+            rl_steps=progress.rl_steps + 1,
+            rl_tokens=progress.rl_tokens + tokens,
+        )
+        progress = context.count_nonfinite(progress, finite=report.finite)
+        publications.follow(state, progress, update_rms=report.values["update_rms"])
+        context.metrics.write(
+            progress.step,
+            {
+                **report.values,
+                **trajectory_metrics(planned),
+                **publications.metrics(),
+                "learning_rate": lr,
+                "tokens": tokens,
+                "tokens_seen": progress.tokens_seen,
+                "microbatches": int(batch.tokens.shape[0]),
+                "step_seconds": report.seconds,
+                "wait_seconds": waited,
+            },
+            phase="rl",
+        )
+        context.save(state, progress)
+        evaluations.renew()
+        context.stop_if_asked(state, progress)
+    return state, progress
+
+
+POLL_SECONDS = 0.1
+
+
+def open_planner(config: AsyncGrpoConfig, store: Store, check: Callable[[], None]) -> Planner | None:
+    """The planner, in process 0 only. `check` is called between looks at the log and may raise."""
+    if processes.process_index() != 0:
+        return None
+
+    def sleep(seconds: float) -> None:
+        check()
+        time.sleep(seconds)
+
+    section = config.trajectories
+    planner = Planner(
+        store,
+        SelectionSettings(
+            target_tokens=config.rl.batch.start_tokens,
+            gate=Gate(max_lag=section.max_lag, min_fresh_fraction=section.min_fresh_fraction),
+            min_valid_fraction=section.min_valid_fraction,
+            length_bin_edges=length_bin_edges(config.batch.sequence_length, section.length_bins),
+            drop_no_signal=section.drop_no_signal,
+        ),
+        outstanding_groups=config.rollouts.outstanding_groups,
+        poll_seconds=POLL_SECONDS,
+        sleep=sleep,
+    )
+    planner.open_credits()
+    return planner
+
+
+def length_bin_edges(longest: int, bins: int) -> tuple[int, ...]:
+    """Upper edges in tokens of `bins` equal parts of [0, longest); the published number of bins is unknown."""
+    return tuple(longest * part // bins for part in range(1, bins))
+
+
+def documents(planned: PlannedStep) -> list[Document]:
+    """What each planned row contributes: its trainable, fresh tokens, with one advantage for all of them."""
+    return [
+        Document(
+            tokens=row.trajectory.token_ids,
+            loss_weights=row.mask.astype(np.float32),
+            behavior_logprobs=row.trajectory.behavior_logprobs,
+            versions=row.trajectory.versions,
+            advantage=row.advantage,
+            temperature=row.trajectory.temperature,
+        )
+        for row in planned.rows
+    ]
+
+
+def trajectory_metrics(planned: PlannedStep) -> dict[str, float]:
+    """Reward, and lag in versions of the tokens trained on."""
+    lags = np.concatenate([planned.version - row.trajectory.versions[row.mask] for row in planned.rows])
+    trainable = sum(int(row.trajectory.trainable.sum()) for row in planned.rows)
+    return {
+        "reward_mean": float(np.mean([row.trajectory.reward for row in planned.rows])),
+        "lag_mean": float(lags.mean()) if lags.size else 0.0,
+        "lag_max": int(lags.max()) if lags.size else 0,
+        "masked_fraction": 1.0 - lags.size / max(trainable, 1),
+        "trajectories": len(planned.rows),
+        "mean_length": float(np.mean([len(row.trajectory.token_ids) for row in planned.rows])),
+        "plan_version": planned.version,
+    }

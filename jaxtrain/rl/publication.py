@@ -1,0 +1,127 @@
+"""When the trainer publishes, and that a restart continues the chain instead of forking it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.training.context import Context, Progress
+from jaxtrain.training.step import TrainState
+from rollout_bridge import names
+from rollout_bridge.quantization.plan import ServingLayout, plan_for
+from rollout_bridge.store import Store
+from rollout_bridge.weights.manifest import Latest
+from rollout_bridge.weights.publisher import Publication, Publisher, WriterSettings
+from rollout_bridge.weights.run import RunInfo, create_or_join
+from sharding import processes
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass
+class Publications:
+    """The publisher with the rule of contract 1: nothing until the head's step is passed, then head + 1.
+
+    version: that the trainer's current weights correspond to, published or on its way.
+    """
+
+    publisher: Publisher
+    every: int
+    head: Latest
+    version: int
+    _last: Publication | None = None
+    _published_step: int = -1
+    _metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, context: Context, store: Store) -> Publications:
+        """Creates or joins the run and takes it over: any earlier trainer of it is fenced from here on."""
+        config = context.config
+        assert isinstance(config, AsyncGrpoConfig)
+        shapes = {source.name: source.shape for source in names.tensors(context.hf_config)}
+        plan = plan_for(shapes, architecture=context.hf_config["model_type"], serving=ServingLayout())
+        mine = RunInfo.new(context.hf_config, plan, tokenizer=tokenizer_files(context.tokenizer_dir))
+        if processes.process_index() == 0:
+            create_or_join(store, mine)
+        processes.barrier("run.json")
+        publisher = Publisher(
+            store,
+            run=create_or_join(store, mine),
+            full_every=config.weights.full_every,
+            settings=WriterSettings(
+                max_chain_fraction=config.weights.full_fraction,
+                process=processes.process_index(),
+                processes=processes.process_count(),
+            ),
+        )
+        head = publisher.take_over().model_dump(mode="json") if processes.process_index() == 0 else None
+        head = Latest.model_validate(processes.broadcast_json(head, name="weights/latest"))
+        if processes.process_index() != 0:
+            publisher.join(head)
+        log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
+        step = head.step if head.manifest is not None else -1
+        return cls(publisher, config.weights.publish_every, head, head.version, _published_step=step)
+
+    def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
+        """Publishes `state` if its step is past the last published one and due; at the head's step, checks the redo.
+
+        Waits only while the publication before is still on its way.
+        """
+        params = {**state.params, **state.buffers}
+        if self.head.version and progress.step == self._published_step and self._last is None:
+            if self.publisher.verify_head(params):
+                log.info(
+                    "the redo of step %d reproduced version %d exactly", progress.step, self.head.version
+                )
+            else:
+                log.warning(
+                    "the redo of step %d differs from version %d (another mesh or machine?); the chain goes on from "
+                    "the published version",
+                    progress.step,
+                    self.head.version,
+                )
+            return
+        due = progress.rl_steps % self.every == 0
+        if due and progress.step > self._published_step:
+            self._collect()
+            self._last = self.publisher.publish(params, step=progress.step, update_rms=update_rms)
+            self._published_step, self.version = progress.step, self._last.version
+
+    def finish(self) -> int:
+        """Waits until the last publication is durable and returns its version."""
+        if self._last is not None:
+            self._last.result()
+            self._collect()
+        return self.version
+
+    def metrics(self) -> dict[str, float]:
+        """Version of the current weights, and sizes of the version committed last."""
+        return {"version": self.version, "incarnation": self.publisher.head.incarnation, **self._metrics}
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def _collect(self) -> None:
+        if self._last is not None:
+            stats = self._last.stats()
+            self._metrics = {
+                "delta_bytes": stats.delta_bytes,
+                "delta_reference_bytes": stats.reference_bytes,
+                "full_bytes_bf16": stats.full_bytes_bf16,
+                "changed_fraction": stats.changed_fraction,
+            }
+
+
+def tokenizer_files(directory: Path) -> dict[str, str]:
+    """The small text files that make the tokenizer, by name."""
+    present = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
+    return {path.name: path.read_text(encoding="utf-8") for path in present}

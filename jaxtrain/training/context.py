@@ -1,0 +1,234 @@
+"""What every recipe opens before its first step: devices, tasks, tokenizer, model, optimizer, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optax
+from transformers import AutoTokenizer
+
+from jaxtrain.config.model import MeshSection
+from jaxtrain.config.optimization import OptimizerSection, Ramp, Schedule
+from jaxtrain.config.schema import ExperimentConfig
+from jaxtrain.data import tokenizer as task_tokenizer
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import Definition, define
+from jaxtrain.optim import schedules
+from jaxtrain.optim.batch_ramp import BatchRamp
+from jaxtrain.optim.muon import MuonConfig
+from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build
+from jaxtrain.training.checkpoint import Checkpointer
+from jaxtrain.training.metrics import MetricsWriter
+from jaxtrain.training.step import TrainState
+from jaxtrain.training.trainer import Placement, initial_state, place, sharded_shapes
+from rollout_bridge.rollouts.environments import registry as environments
+from rollout_bridge.rollouts.environments.base import Environment
+from sharding import processes
+from sharding.mesh import MeshSpec
+
+log = logging.getLogger(__name__)
+
+VOCABULARY_MULTIPLE = 64  # an unaligned head was seen to run three times slower
+TOKENIZER_PROMPTS = 1000  # enough to tell a task's template words from its content
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop; everything trained so far is in a checkpoint."""
+
+
+class TooManyNonFinite(RuntimeError):
+    """More steps than failure.max_nonfinite_steps had a non-finite loss or gradient."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is; the JSON item of its checkpoints.
+
+    step: optimizer steps of all phases. supervised_steps, rl_steps: of each. *_tokens: valid tokens trained on in
+    each phase, which its schedules are functions of. position: in the worked answers. nonfinite: steps skipped.
+    """
+
+    step: int = 0
+    supervised_steps: int = 0
+    supervised_tokens: int = 0
+    position: int = 0
+    rl_steps: int = 0
+    rl_tokens: int = 0
+    nonfinite: int = 0
+
+    @property
+    def tokens_seen(self) -> int:
+        return self.supervised_tokens + self.rl_tokens
+
+
+@dataclass
+class Context:
+    """Everything opened. `stop` is set by SIGTERM and SIGINT."""
+
+    config: ExperimentConfig
+    environment: Environment
+    tokenizer: Any
+    tokenizer_dir: Path
+    hf_config: dict[str, Any]
+    definition: Definition
+    optimizer: optax.GradientTransformation
+    placement: Placement
+    checkpoints: Checkpointer
+    metrics: MetricsWriter
+    stop: threading.Event
+
+    def restore_or_initialize(self) -> tuple[TrainState, Progress]:
+        """The newest checkpoint, or random parameters."""
+        step = self.checkpoints.latest()
+        state = initial_state(self.definition, self.optimizer, self.placement, seed=self.config.seed)
+        if step is None:
+            return state, Progress()
+        restored = self.checkpoints.restore(step, state)
+        log.info("restored step %d from %s", step, self.checkpoints.directory)
+        return restored.arrays, Progress(**restored.data)
+
+    def save(self, state: TrainState, progress: Progress, *, force: bool = False) -> None:
+        self.checkpoints.save(progress.step, state, asdict(progress), force=force)
+
+    def stop_if_asked(self, state: TrainState, progress: Progress) -> None:
+        """Raises `Stopped` after a last checkpoint if a signal arrived."""
+        if self.stop.is_set():
+            self.save(state, progress, force=True)
+            self.checkpoints.wait()
+            raise Stopped(f"stopped after step {progress.step}; the same command resumes there")
+
+    def count_nonfinite(self, progress: Progress, *, finite: bool) -> Progress:
+        """Raises `TooManyNonFinite` past the limit."""
+        if finite:
+            return progress
+        limit = self.config.failure.max_nonfinite_steps
+        log.warning("step %d skipped: its loss or gradient is not finite", progress.step)
+        if progress.nonfinite + 1 > limit:
+            raise TooManyNonFinite(
+                f"step {progress.step}: {progress.nonfinite + 1} steps had a non-finite loss or gradient, more than "
+                f"failure.max_nonfinite_steps {limit}; lower the learning rate, or look at the data of this step"
+            )
+        return replace(progress, nonfinite=progress.nonfinite + 1)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.metrics.close()
+
+
+def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
+    """Opens everything; what cannot work fails here, before the first step."""
+    processes.initialize()
+    mesh = mesh_spec(config.mesh).build()
+    environment = environments.create(config.environment.name, config.environment.arguments(seed=config.seed))
+    tokenizer_dir = ensure_tokenizer(config, environment, run_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    hf_config = config.model.hf_config(
+        vocab_size=-(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    definition = define(
+        ModelConfig.from_hf(
+            hf_config,
+            compute_dtype=config.model.compute_dtype,
+            expert_implementation=config.model.expert_implementation,
+            remat=config.model.remat,
+        )
+    )
+    optimizer = build(optimizer_config(config.optimizer), sharded_shapes(definition, mesh))
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    checkpoints = Checkpointer(
+        run_dir / "checkpoints",
+        keep=config.checkpoint.keep,
+        save_interval_steps=config.checkpoint.every_steps,
+    )
+    return Context(
+        config=config,
+        environment=environment,
+        tokenizer=tokenizer,
+        tokenizer_dir=tokenizer_dir,
+        hf_config=hf_config,
+        definition=definition,
+        optimizer=optimizer,
+        placement=place(definition, optimizer, mesh),
+        checkpoints=checkpoints,
+        metrics=MetricsWriter(run_dir, restored_step=checkpoints.latest()),
+        stop=stop,
+    )
+
+
+def ensure_tokenizer(config: ExperimentConfig, environment: Environment, run_dir: Path) -> Path:
+    """The configured tokenizer directory, or one built once from the environment's training prompts."""
+    if config.tokenizer.path is not None:
+        return Path(config.tokenizer.path)
+    directory = run_dir / "tokenizer"
+    if not (directory / "tokenizer.json").exists():
+        count = min(environment.size, TOKENIZER_PROMPTS)
+        prompts = (m["content"] for i in range(count) for m in environment.task(i).messages)
+        task_tokenizer.build(prompts, directory)
+    return directory
+
+
+def mesh_spec(section: MeshSection) -> MeshSpec:
+    return MeshSpec(ici=section.ici.model_dump(), dcn=section.dcn.model_dump())
+
+
+def optimizer_config(section: OptimizerSection) -> OptimizerConfig:
+    muon, adamw = section.muon, section.adamw
+    return OptimizerConfig(
+        muon=MuonConfig(
+            momentum=muon.momentum,
+            nesterov=muon.nesterov,
+            newton_schulz_steps=muon.newton_schulz_steps,
+            update_rms=muon.update_rms,
+            weight_decay=muon.weight_decay,
+        ),
+        adamw=AdamWConfig(b1=adamw.b1, b2=adamw.b2, eps=adamw.eps, weight_decay=adamw.weight_decay),
+        lm_head=Method.muon if section.lm_head_uses_muon else Method.adamw,
+    )
+
+
+def learning_rate(section: Schedule) -> Callable[[int], float]:
+    """The schedule of tokens seen in its phase."""
+    warmup, end = section.warmup_tokens, section.total_tokens or 0
+    match section.kind:
+        case "cosine":
+            return schedules.warmup_cosine(
+                peak=section.peak, end=section.final, warmup_tokens=warmup, end_tokens=end
+            )
+        case "wsd":
+            return schedules.warmup_stable_decay(
+                peak=section.peak,
+                end=section.final,
+                warmup_tokens=warmup,
+                decay_start_tokens=end - (section.decay_tokens or 0),
+                end_tokens=end,
+            )
+        case "linear":
+            return schedules.warmup_stable_decay(
+                peak=section.peak,
+                end=section.final,
+                warmup_tokens=warmup,
+                decay_start_tokens=warmup,
+                end_tokens=end,
+            )
+        case _:
+            return schedules.linear(0.0, section.peak, stop_tokens=warmup)
+
+
+def batch_ramp(section: Ramp, *, microbatch_tokens: int) -> BatchRamp:
+    return BatchRamp(
+        start_tokens=section.start_tokens,
+        end_tokens=section.end_tokens,
+        ramp_tokens=section.ramp_tokens,
+        microbatch_tokens=microbatch_tokens,
+    )

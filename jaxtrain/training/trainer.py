@@ -1,0 +1,178 @@
+"""A model placed on a mesh, with the compiled programs that train it and the checkpoint that holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.decoder import Definition, initialize
+from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
+from jaxtrain.training.step import (
+    LossFunction,
+    StepInputs,
+    StepMetrics,
+    Sums,
+    TrainState,
+    accumulate,
+    apply,
+    zero_sums,
+)
+from sharding.tree import shard, shardings_like
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiled functions of one loss: `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`,
+    `apply(state, sums, inputs) -> state, metrics`. State and sums are donated where they are replaced.
+    """
+
+    zero: Callable[[], Sums]
+    accumulate: Callable[[TrainState, Sums, Batch, jax.Array], Sums]
+    apply: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lives on the mesh."""
+
+    mesh: Mesh
+    state: TrainState  # of NamedSharding
+    rows: NamedSharding
+    replicated: NamedSharding
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step as numbers on the host; `seconds` is wall time, device work included."""
+
+    values: dict[str, float]
+    finite: bool
+    seconds: float
+
+
+def abstract_state(definition: Definition, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes of the training state; allocates nothing."""
+    params = {p: s for p, s in definition.shapes.items() if p not in definition.buffers}
+    return TrainState(
+        params=params,
+        buffers={p: definition.shapes[p] for p in definition.buffers},
+        optimizer=jax.eval_shape(optimizer.init, params),
+    )
+
+
+def place(definition: Definition, optimizer: optax.GradientTransformation, mesh: Mesh) -> Placement:
+    """Shardings of state and batch. Raises `sharding.ShardingError` before anything is allocated."""
+    parameters = parameter_shardings(definition, mesh)
+    abstract = abstract_state(definition, optimizer)
+    params = {path: parameters[path] for path in abstract.params}
+    return Placement(
+        mesh=mesh,
+        state=TrainState(
+            params=params,
+            buffers={path: parameters[path] for path in abstract.buffers},
+            optimizer=shardings_like(abstract.optimizer, abstract.params, params, mesh),
+        ),
+        rows=row_sharding(mesh),
+        replicated=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def sharded_shapes(definition: Definition, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Trained parameters as shapes that carry their shardings, as the optimizer's layout needs them."""
+    shardings = parameter_shardings(definition, mesh)
+    return {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shardings[path])
+        for path, shape in definition.shapes.items()
+        if path not in definition.buffers
+    }
+
+
+def initial_state(
+    definition: Definition, optimizer: optax.GradientTransformation, placement: Placement, *, seed: int
+) -> TrainState:
+    """Random parameters and empty optimizer state, each created on its own shard."""
+    shardings = {**placement.state.params, **placement.state.buffers}
+    values = initialize(definition.config, seed=seed, shardings=shardings)
+    params = {path: values[path] for path in placement.state.params}
+    optimizer_state = jax.jit(optimizer.init, out_shardings=placement.state.optimizer)(params)
+    buffers = {path: values[path] for path in placement.state.buffers}
+    return TrainState(params=params, buffers=buffers, optimizer=optimizer_state)
+
+
+def compile_programs(
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    loss_function: LossFunction,
+    metric_names: tuple[str, ...],
+    clip_norm: float,
+) -> Programs:
+    """Jitted programs; each compiles once, at its first use, whatever the batch size becomes."""
+    sums = Sums(
+        gradients=placement.state.params,
+        loss=placement.replicated,
+        weight=placement.replicated,
+        balance=placement.replicated,
+        tokens=placement.replicated,
+        expert_counts=placement.replicated,
+        metrics={name: placement.replicated for name in metric_names},
+    )
+    zero = jax.jit(
+        lambda: zero_sums(definition, abstract_state(definition, optimizer).params, metric_names),
+        out_shardings=sums,
+    )
+    add = jax.jit(
+        partial(accumulate, definition, loss_function),
+        donate_argnums=1,
+        in_shardings=(placement.state, sums, placement.rows, placement.replicated),
+        out_shardings=sums,
+    )
+    step = jax.jit(
+        partial(apply, optimizer, clip_norm),
+        donate_argnums=(0, 1),
+        in_shardings=(placement.state, sums, placement.replicated),
+        out_shardings=(placement.state, placement.replicated),
+    )
+    return Programs(zero=zero, accumulate=add, apply=step)
+
+
+def train_step(
+    programs: Programs,
+    placement: Placement,
+    state: TrainState,
+    batch: Batch,
+    *,
+    learning_rate: float,
+    router_bias_rate: float,
+    balance_weight: float,
+) -> tuple[TrainState, StepReport]:
+    """One optimizer step on a whole batch; the old state is donated."""
+    started = time.perf_counter()
+    valid = max(int(np.count_nonzero(batch.segment_ids)), 1)
+    scale = jnp.float32(balance_weight * float(np.sum(batch.loss_weights)) / valid)
+    sums = programs.zero()
+    for microbatch in batch.microbatches():
+        sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scale)
+    inputs = StepInputs(
+        learning_rate=jnp.float32(learning_rate), router_bias_rate=jnp.float32(router_bias_rate)
+    )
+    state, metrics = programs.apply(state, sums, inputs)
+    return state, _report(metrics, started)
+
+
+def _report(metrics: StepMetrics, started: float) -> StepReport:
+    host: StepMetrics = jax.device_get(metrics)
+    values: Mapping[str, Any] = {**vars(host), **host.metrics}
+    numbers = {k: float(v) for k, v in values.items() if k not in ("metrics", "finite")}
+    return StepReport(values=numbers, finite=bool(host.finite), seconds=time.perf_counter() - started)

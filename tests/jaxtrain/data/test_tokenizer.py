@@ -1,0 +1,48 @@
+"""Tokenizer built from prompts: template words are one token, everything comes back unchanged."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from jaxtrain.data.tokenizer import build
+from jaxtrain.data.worked_answers import WorkedAnswers
+from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
+
+
+@pytest.fixture(scope="module")
+def environment() -> ReasoningGym:
+    return ReasoningGym(dataset="spell_backward", train_size=200, held_out_size=20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(environment, tmp_path_factory):
+    prompts = [environment.task(i).messages[-1]["content"] for i in range(200)]
+    return AutoTokenizer.from_pretrained(build(prompts, tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_text_round_trips_and_template_words_are_single_tokens(tokenizer):
+    for text in ("Spell this word backward: grün 日本 🙂\n", "zzz", " leading and trailing  "):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer.encode("Spell this word backward", add_special_tokens=False)) == 4
+    assert len(tokenizer.encode(" quixotry", add_special_tokens=False)) == 9
+
+
+def test_worked_answers_put_loss_on_the_answer_only(environment, tokenizer):
+    data = WorkedAnswers(environment, tokenizer, seed=0)
+    document = data.document(3)
+    question, answer = environment.worked_answer(3)
+    learnt = document.tokens[document.loss_weights > 0]
+    assert tokenizer.decode(learnt) == answer + tokenizer.eos_token
+    assert tokenizer.decode(document.tokens[document.loss_weights == 0]) == f"<|user|>{question}<|assistant|>"
+
+
+def test_a_resumed_position_reads_what_would_have_come(environment, tokenizer):
+    data = WorkedAnswers(environment, tokenizer, seed=1)
+    shape = {"microbatches": 2, "rows": 2, "sequence_length": 64}
+    first = data.batch(0, **shape)
+    assert first.batch.tokens.shape == (2, 2, 64)
+    again = WorkedAnswers(environment, tokenizer, seed=1).batch(first.position, **shape)
+    straight = data.batch(first.position, **shape)
+    assert (again.batch.tokens == straight.batch.tokens).all() and again.position == straight.position
+    assert not (again.batch.tokens == first.batch.tokens).all()

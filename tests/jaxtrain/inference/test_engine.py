@@ -1,0 +1,217 @@
+"""The embedded engine against the model itself, through updates in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.inference import weights
+from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import define, initialize
+from rollout_bridge import names
+from rollout_bridge.engines.protocol import EngineError, FinishReason, KvPolicy, Request
+from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8
+from rollout_bridge.quantization.plan import Format, ServingLayout, plan_for, scale_name
+from rollout_bridge.weights.update import Update
+from tests.jaxtrain.models.tiny import HF_CONFIG
+
+SOURCES = names.tensors(HF_CONFIG)
+PLAN = plan_for({s.name: s.shape for s in SOURCES}, architecture="glm4_moe", serving=ServingLayout())
+CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32", remat="none")
+EOS = 5
+
+
+def make_update(tmp_path, version: int, scale: float = 20.0) -> Update:
+    """Random weights of `version`, quantised as the chain carries them."""
+    params = {p: scale * v if "norm" not in p else v for p, v in initialize(CONFIG, seed=version).items()}
+    tensors: dict[str, np.ndarray] = {}
+    for source in SOURCES:
+        value = np.asarray(params[source.path])[source.index]
+        value = value.T if source.transpose else value
+        match PLAN.formats[source.name]:
+            case Format.fp8_block:
+                codes, scales = quantize_block_fp8(float32_to_bfloat16_bits(value))
+                tensors[source.name], tensors[scale_name(source.name)] = codes, scales.view(np.uint32)
+            case Format.bf16:
+                tensors[source.name] = float32_to_bfloat16_bits(value)
+            case Format.f32:
+                tensors[source.name] = value.view(np.uint32)
+    return Update(
+        version=version,
+        incarnation=1,
+        step=version,
+        changed=frozenset(tensors),
+        tensor=tensors.__getitem__,
+        mirror=tmp_path,
+        verified=len(tensors),
+    )
+
+
+def params_of(update: Update):
+    return weights.load(update, hf_config=HF_CONFIG, plan=PLAN, compute_dtype="float32", old=None)
+
+
+def request(name: str, prompt, **changes) -> Request:
+    values = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "stop_ids": (EOS,)}
+    return Request(request_id=name, prompt_ids=prompt, **{**values, **changes})
+
+
+def engine_of(**changes) -> EmbeddedEngine:
+    settings = {"slots": 4, "max_prompt": 8, "max_length": 64, "prompts": 2, "decode_tokens": 2}
+    return EmbeddedEngine(HF_CONFIG, PLAN, EngineSettings(**{**settings, **changes}), compute_dtype="float32")
+
+
+def logprobs_of(params, prompt, tokens, *, temperature=1.0) -> np.ndarray:
+    """Log-probabilities of `tokens` after `prompt` by one uncached pass."""
+    ids = jnp.asarray([*prompt, *tokens])[None]
+    model = define(CONFIG).bind(params)
+    hidden, _ = model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+    table = np.asarray(jax.nn.log_softmax(model.logits(hidden)[0] / temperature))
+    at = np.arange(len(prompt) - 1, ids.shape[1] - 1)
+    return table[at, np.asarray(tokens)]
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+def test_logprobs_are_those_of_the_sampling_distribution(tmp_path):
+    """More requests than slots, two temperatures; each result equals an uncached pass over the same weights."""
+    update = make_update(tmp_path, 1)
+    prompts = [[1, 2, 3], [9, 8, 7, 6, 4], [11], [3, 3]]
+
+    async def go():
+        engine = engine_of()
+        await engine.update(update)
+        out = await engine.generate(
+            [request(f"{i}", p, seed=i, temperature=[0.7, 1.0][i % 2]) for i, p in enumerate(prompts * 2)]
+        )
+        await engine.close()
+        return out
+
+    params = params_of(update)
+    for index, completion in enumerate(run(go())):
+        assert completion.request_id == str(index)
+        assert 1 <= len(completion.token_ids) <= 12
+        stopped = completion.token_ids[-1] == EOS
+        assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert [(s.version, s.start, s.end) for s in completion.spans] == [(1, 0, len(completion.token_ids))]
+        expected = logprobs_of(
+            params, (prompts * 2)[index], completion.token_ids, temperature=[0.7, 1.0][index % 2]
+        )
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
+
+
+def test_a_request_does_not_depend_on_its_company(tmp_path):
+    update = make_update(tmp_path, 1)
+
+    async def go():
+        engine = engine_of()
+        await engine.update(update)
+        alone = (await engine.generate([request("a", [1, 2, 3])]))[0]
+        crowd = await engine.generate(
+            [request(f"{i}", [i, 4], seed=i) for i in range(5)] + [request("a", [1, 2, 3])]
+        )
+        await engine.close()
+        return alone, crowd[-1]
+
+    alone, crowded = run(go())
+    np.testing.assert_array_equal(alone.token_ids, crowded.token_ids)
+
+
+@pytest.mark.parametrize("policy", [KvPolicy.KEEP, KvPolicy.RECOMPUTE])
+def test_weights_change_in_flight(tmp_path, policy):
+    """Spans cross versions; with the cache recomputed, the later tokens are exactly the new policy's."""
+    first, second = make_update(tmp_path, 1), make_update(tmp_path, 2)
+    prompt = [1, 2, 3]
+
+    async def go():
+        engine = engine_of(kv_policy=policy)
+        await engine.update(first)
+        task = asyncio.create_task(engine.generate([request("long", prompt, max_tokens=60, stop_ids=())]))
+        while (await engine.health()).metrics["generated_tokens"] < 4:
+            await asyncio.sleep(0.001)
+        report = await engine.update(second)
+        completion = (await task)[0]
+        await engine.close()
+        return report, completion
+
+    report, completion = run(go())
+    assert report.version == 2 and report.pause_ms <= report.total_ms
+    assert [s.version for s in completion.spans] == [1, 2]
+    cut = completion.spans[1].start
+    assert (completion.spans[0].start, completion.spans[0].end, completion.spans[1].end) == (0, cut, 60)
+    assert completion.kv_policy is policy
+    old = logprobs_of(params_of(first), prompt, completion.token_ids)
+    new = logprobs_of(params_of(second), prompt, completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs[:cut], old[:cut], atol=2e-3)
+    if policy is KvPolicy.RECOMPUTE:
+        np.testing.assert_allclose(completion.logprobs[cut:], new[cut:], atol=2e-3)
+    else:
+        assert np.abs(completion.logprobs[cut:] - new[cut:]).max() > 0.01
+
+
+def test_exact_and_minimum_versions(tmp_path):
+    """An exact version aborts when it passes, a minimum one waits for it."""
+    first, second = make_update(tmp_path, 1), make_update(tmp_path, 2)
+
+    async def go():
+        engine = engine_of()
+        await engine.update(first)
+        later = asyncio.create_task(engine.generate([request("later", [1], minimum_version=2)]))
+        exact = asyncio.create_task(
+            engine.generate([request("exact", [2], exact_version=1, max_tokens=56, stop_ids=())])
+        )
+        while (await engine.health()).metrics["generated_tokens"] < 2:
+            await asyncio.sleep(0.001)
+        await engine.update(second)
+        results = (await later)[0], (await exact)[0]
+        missed = (await engine.generate([request("missed", [2], exact_version=1)]))[0]
+        await engine.close()
+        return *results, missed
+
+    later, exact, missed = run(go())
+    assert {s.version for s in later.spans} == {2}
+    assert exact.finish_reason is FinishReason.ABORT and {s.version for s in exact.spans} == {1}
+    assert missed.finish_reason is FinishReason.ABORT and len(missed.token_ids) == 0
+
+
+def test_routed_experts_are_those_of_the_full_pass(tmp_path):
+    update = make_update(tmp_path, 1)
+    prompt = [1, 2, 3]
+
+    async def go():
+        engine = engine_of(capture_routed_experts=True)
+        await engine.update(update)
+        completion = (await engine.generate([request("r", prompt)]))[0]
+        await engine.close()
+        return completion
+
+    completion = run(go())
+    total = len(prompt) + len(completion.token_ids)
+    assert completion.routed_experts.shape == (total, CONFIG.num_moe_layers, CONFIG.num_experts_per_tok)
+    assert (completion.routed_experts[-1] == -1).all() and (completion.routed_experts[:-1] >= 0).all()
+    ids = jnp.asarray([*prompt, *completion.token_ids])[None]
+    model = define(CONFIG).bind(params_of(update))
+    _, statistics = model(ids[:, :-1], jnp.arange(total - 1)[None], jnp.ones_like(ids[:, :-1]))
+    for layer in range(CONFIG.num_moe_layers):
+        counts = np.bincount(completion.routed_experts[:-1, layer].ravel(), minlength=CONFIG.n_routed_experts)
+        np.testing.assert_array_equal(counts, statistics.counts[layer])
+
+
+def test_a_request_that_cannot_fit_is_refused_by_name(tmp_path):
+    async def go():
+        engine = engine_of()
+        with pytest.raises(EngineError, match=r"request big: prompt of 9 tokens is not in \[1, 8\]"):
+            await engine.generate([request("big", list(range(9)))])
+        with pytest.raises(EngineError, match="lower rollouts.max_tokens"):
+            await engine.generate([request("long", [1], max_tokens=64)])
+        assert not (await engine.health()).ready
+        await engine.close()
+
+    run(go())

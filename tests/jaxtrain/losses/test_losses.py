@@ -1,0 +1,85 @@
+"""Log-probabilities against the plain formula, and the policy gradient against hand calculation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
+from jaxtrain.losses.token_logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_chunks_change_neither_value_nor_gradient(chunk):
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(13, 8)), rng.normal(size=(8, 21))
+    targets, temperature = rng.integers(0, 21, 13), rng.uniform(0.5, 2.0, 13)
+
+    def plain(hidden, head):
+        logits = hidden @ head / temperature[:, None]
+        logprobs = jax.nn.log_softmax(logits)
+        entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
+        return logprobs[np.arange(13), targets], entropy
+
+    def chunked(hidden, head):
+        out = token_logprobs(
+            hidden, head, jnp.asarray(targets), temperature_N=jnp.asarray(temperature), chunk=chunk
+        )
+        return out.logprobs, out.entropy
+
+    args = (jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32))
+    for found, expected in zip(chunked(*args), plain(*args), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    weights = jnp.arange(13.0)
+    grads = [
+        jax.grad(lambda h, w, f=f: (f(h, w)[0] * weights).sum(), argnums=(0, 1))(*args)
+        for f in (chunked, plain)
+    ]
+    for found, expected in zip(*grads, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_peak_memory_does_not_hold_all_logits():
+    """Temporaries of value and gradient stay below [tokens, vocabulary] float32."""
+    tokens, width, vocabulary = 4096, 16, 8192
+    hidden = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    head = jax.ShapeDtypeStruct((width, vocabulary), jnp.float32)
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def loss(hidden, head, targets):
+        return token_logprobs(hidden, head, targets, chunk=256).logprobs.sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()
+    all_logits = 4 * tokens * vocabulary
+    assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 3
+
+
+def test_window_masks_tokens_and_weighs_the_rest_by_their_ratio():
+    """r = 1, 1.5, 2.5 (above 1 + 1), 0.4 (below 1 - 0.5); gradient of -r * A * log pi is -r * A inside, 0 outside."""
+    behavior = jnp.log(jnp.array([0.2, 0.2, 0.2, 0.5]))
+    logprobs = jnp.log(jnp.array([0.2, 0.3, 0.5, 0.2]))
+    advantages = jnp.array([1.0, -2.0, 1.0, 1.0])
+    weights = jnp.ones(4)
+
+    def loss(logprobs):
+        return double_sided_importance_sampling(
+            logprobs, behavior, advantages, weights, eps_low=0.5, eps_high=1.0
+        )
+
+    sums = loss(logprobs)
+    assert float(sums.inside) == 2
+    assert float(sums.ratio) == pytest.approx(1 + 1.5 + 2.5 + 0.4)
+    assert float(sums.loss) == pytest.approx(-(1 * np.log(0.2) + 1.5 * -2 * np.log(0.3)))
+    gradient = jax.grad(lambda x: loss(x).loss)(logprobs)
+    np.testing.assert_allclose(gradient, [-1.0, 3.0, 0.0, 0.0], rtol=1e-6)
+
+
+def test_the_window_is_open_at_both_ends():
+    behavior = jnp.zeros(2)
+    logprobs = jnp.log(jnp.array([2.0, 0.5]))
+    sums = double_sided_importance_sampling(
+        logprobs, behavior, jnp.ones(2), jnp.ones(2), eps_low=0.5, eps_high=1.0
+    )
+    assert float(sums.inside) == 0

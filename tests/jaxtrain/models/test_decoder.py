@@ -1,0 +1,225 @@
+"""The decoder against transformers' Glm4MoeForCausalLM, against itself with a cache, and on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from jaxtrain.losses.token_logprobs import token_logprobs
+from jaxtrain.models.config import ModelConfig, ModelConfigError
+from jaxtrain.models.decoder import Cache, define, initialize
+from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
+from rollout_bridge import names
+from sharding.mesh import MeshSpec
+from tests.jaxtrain.models.tiny import HF_CONFIG
+
+CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Glm4MoeForCausalLM:
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**HF_CONFIG)).eval()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            scale = 0.3 if "norm" not in name else 0.1
+            value.add_(scale * torch.randn_like(value))
+    return model
+
+
+@pytest.fixture(scope="module")
+def params(reference: Glm4MoeForCausalLM) -> dict[str, jax.Array]:
+    """The reference's weights under our paths, through the checkpoint names."""
+    state = {}
+    for name, value in reference.state_dict().items():
+        array = value.numpy()
+        if name.endswith("experts.gate_up_proj"):  # transformers fuses what checkpoints keep apart
+            stem = name.removesuffix("gate_up_proj")
+            for expert, fused in enumerate(array):
+                gate, up = np.split(fused, 2)
+                state[f"{stem}{expert}.gate_proj.weight"], state[f"{stem}{expert}.up_proj.weight"] = gate, up
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            for expert, down in enumerate(array):
+                state[f"{stem}{expert}.down_proj.weight"] = down
+        else:
+            state[name] = array
+    return {path: jnp.asarray(v) for path, v in names.to_tree(HF_CONFIG, state.__getitem__).items()}
+
+
+def tokens_of(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(0, HF_CONFIG["vocab_size"], shape).astype(np.int32)
+
+
+def forward(params, tokens, positions=None, segment_ids=None, config=CONFIG):
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    segment_ids = np.ones(tokens.shape, np.int32) if segment_ids is None else segment_ids
+
+    @jax.jit
+    def run(params):
+        model = define(config).bind(params)
+        hidden, statistics = model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
+        return model.logits(hidden), statistics
+
+    return run(params)
+
+
+def test_logits_equal_transformers(reference, params):
+    tokens = tokens_of(np.random.default_rng(0), 3, 24)
+    ours, _ = forward(params, tokens)
+    with torch.no_grad():
+        theirs = reference(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+def test_gradients_equal_torch(reference, params):
+    tokens = tokens_of(np.random.default_rng(1), 2, 16)
+
+    def loss(params):
+        model = define(CONFIG).bind(params)
+        ids = jnp.asarray(tokens)
+        positions = jnp.broadcast_to(jnp.arange(15), (2, 15))
+        hidden, _ = model(ids[:, :-1], positions, jnp.ones((2, 15), jnp.int32))
+        out = token_logprobs(
+            hidden.reshape(-1, 64), params["lm_head/kernel"], ids[:, 1:].reshape(-1), chunk=7
+        )
+        return -out.logprobs.mean()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    ids = torch.tensor(tokens.astype(np.int64))
+    reference.zero_grad()
+    their_loss = reference(ids, labels=ids).loss
+    their_loss.backward()
+    assert float(value) == pytest.approx(their_loss.item(), rel=1e-5)
+    for ours, theirs in (
+        (gradients["embedding"], reference.model.embed_tokens.weight.grad),
+        (
+            gradients["moe/attention/q_proj/kernel"][1].T,
+            reference.model.layers[2].self_attn.q_proj.weight.grad,
+        ),
+        (gradients["moe/mlp/router/kernel"][0].T, reference.model.layers[1].mlp.gate.weight.grad),
+        (gradients["moe/mlp/experts/down_proj"][1].mT, reference.model.layers[2].mlp.experts.down_proj.grad),
+        (gradients["lm_head/kernel"].T, reference.lm_head.weight.grad),
+    ):
+        theirs = theirs.numpy()
+        assert np.abs(ours - theirs).max() <= 1e-3 * np.abs(theirs).max()
+
+
+def test_the_cache_continues_what_the_full_pass_computes(params):
+    """Prefill of 9 tokens, 3 at once, then one by one equals one pass; rows may be at different positions."""
+    tokens = tokens_of(np.random.default_rng(2), 2, 14)
+    expected, _ = forward(params, tokens)
+    definition = define(CONFIG)
+
+    @jax.jit
+    def extend(tokens, positions, cache):
+        model = definition.bind(params)
+        hidden, cache, experts = model.extend(tokens, positions, cache)
+        return model.logits(hidden), cache, experts
+
+    shape = (CONFIG.num_hidden_layers, 2, 20, CONFIG.num_key_value_heads, CONFIG.head_dim)
+    cache = Cache(jnp.zeros(shape), jnp.zeros(shape))
+    starts = [(0, 9), (9, 12), (12, 13), (13, 14)]
+    for start, stop in starts:
+        positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
+        logits, cache, experts = extend(jnp.asarray(tokens[:, start:stop]), positions, cache)
+        np.testing.assert_allclose(logits, expected[:, start:stop], atol=2e-4)
+        assert experts.shape == (2, stop - start, CONFIG.num_moe_layers, CONFIG.num_experts_per_tok)
+
+
+def test_packed_documents_do_not_see_each_other(params):
+    rng = np.random.default_rng(3)
+    tokens = tokens_of(rng, 1, 20)
+    segments = np.array([[1] * 8 + [2] * 9 + [0] * 3], np.int32)
+    positions = np.array([[*range(8), *range(9), *range(3)]], np.int32)
+    packed, _ = forward(params, tokens, positions, segments)
+    changed = tokens.copy()
+    changed[0, :8] = tokens_of(rng, 8)
+    other, _ = forward(params, changed, positions, segments)
+    np.testing.assert_array_equal(packed[0, 8:17], other[0, 8:17])
+    alone, _ = forward(params, tokens[:, 8:17])
+    np.testing.assert_allclose(packed[0, 8:17], alone[0], atol=2e-4)
+
+
+def test_padding_is_not_counted_in_router_statistics(params):
+    tokens = tokens_of(np.random.default_rng(4), 2, 10)
+    segments = np.array([[1] * 10, [1] * 4 + [0] * 6], np.int32)
+    _, statistics = forward(params, tokens, segment_ids=segments)
+    per_layer = 14 * HF_CONFIG["num_experts_per_tok"]
+    np.testing.assert_array_equal(statistics.counts.sum(-1), [per_layer, per_layer])
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "ragged"])
+@pytest.mark.parametrize("one_expert", [False, True])
+def test_expert_implementations_equal_the_dense_reference(params, implementation, one_expert):
+    """Values and gradients, also when every token chooses the same experts."""
+    tokens = jnp.asarray(tokens_of(np.random.default_rng(5), 4, 32))
+    positions = jnp.broadcast_to(jnp.arange(32), (4, 32))
+    params = dict(params)
+    if one_expert:
+        bias = jnp.zeros((2, 8)).at[:, 3].set(100.0).at[:, 5].set(90.0)
+        params["moe/mlp/router/correction_bias"] = bias
+
+    def loss(params, config):
+        hidden, statistics = define(config).bind(params)(tokens, positions, jnp.ones((4, 32), jnp.int32))
+        return (hidden * jnp.cos(jnp.arange(64))).sum(), statistics.counts
+
+    def run(name):
+        config = dataclasses.replace(CONFIG, expert_implementation=name)
+        return jax.jit(jax.value_and_grad(lambda p: loss(p, config), has_aux=True))(params)
+
+    from jaxtrain.models.config import ExpertImplementation
+
+    (expected, counts), expected_gradients = run(ExpertImplementation.DENSE)
+    (found, _), gradients = run(ExpertImplementation(implementation))
+    if one_expert:
+        assert counts[0, 3] == counts[0, 5] == 128
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    for path, expected_gradient in expected_gradients.items():
+        scale = np.abs(expected_gradient).max() + 1e-6
+        assert np.abs(gradients[path] - expected_gradient).max() <= 2e-5 * scale, path
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "expert": 4}])
+def test_a_mesh_gives_the_single_device_result(params, axes):
+    tokens = tokens_of(np.random.default_rng(6), 8, 12)
+    expected, statistics = forward(params, tokens)
+    mesh = MeshSpec(ici=axes).build()
+    definition = define(CONFIG)
+    shardings = parameter_shardings(definition, mesh)
+    placed = {path: jax.device_put(value, shardings[path]) for path, value in params.items()}
+    assert any(not s.is_fully_replicated for s in shardings.values())
+    rows = row_sharding(mesh)
+
+    @jax.jit
+    def run(params, tokens):
+        model = definition.bind(params)
+        positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+        hidden, statistics = model(tokens, positions, jnp.ones(tokens.shape, jnp.int32))
+        return model.logits(hidden), statistics
+
+    logits, found = run(placed, jax.device_put(tokens, rows))
+    np.testing.assert_allclose(logits, expected, atol=1e-3 * float(np.abs(expected).max()))
+    np.testing.assert_array_equal(found.counts, statistics.counts)
+
+
+def test_initial_parameters_do_not_depend_on_the_mesh():
+    mesh = MeshSpec(ici={"fsdp": 4, "expert": 2}).build()
+    one = initialize(CONFIG, seed=3)
+    many = initialize(CONFIG, seed=3, shardings=parameter_shardings(define(CONFIG), mesh))
+    for path, value in one.items():
+        np.testing.assert_array_equal(value, many[path], err_msg=path)
+
+
+def test_unsupported_configurations_are_all_named_at_once():
+    with pytest.raises(ModelConfigError) as caught:
+        ModelConfig.from_hf({**HF_CONFIG, "n_group": 4, "hidden_act": "gelu", "num_experts_per_tok": 9})
+    message = str(caught.value)
+    assert "n_group: 4" in message and "hidden_act: 'gelu'" in message
+    assert "num_experts_per_tok: 9 is not in [1, 8]" in message

@@ -1,0 +1,33 @@
+"""Balancing against hand calculation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import sequence_balance
+from jaxtrain.models.router import Routing, correction_bias_update, expert_counts
+from tests.jaxtrain.models.tiny import HF_CONFIG
+
+
+def test_bias_moves_against_the_load():
+    counts = jnp.array([[10.0, 2.0, 4.0, 0.0]])  # mean 4
+    np.testing.assert_allclose(correction_bias_update(counts, rate=0.1), [[-0.1, 0.1, 0.0, 0.1]])
+
+
+def test_counts_skip_invalid_tokens():
+    ids = jnp.array([[0, 1], [1, 2], [3, 0]])
+    valid = jnp.array([True, True, False])
+    np.testing.assert_array_equal(expert_counts(ids, valid, num_experts=4), [1, 2, 1, 0])
+
+
+def test_sequence_balance_by_hand():
+    """One row of 2 valid tokens, 4 experts, top-2: f = (E/k) * counts / tokens, P = mean normalised score."""
+    config = ModelConfig.from_hf({**HF_CONFIG, "n_routed_experts": 4})
+    scores = jnp.array([[0.4, 0.2, 0.2, 0.2], [0.1, 0.1, 0.4, 0.4], [0.9, 0.9, 0.0, 0.0]])
+    routing = Routing(ids=jnp.array([[0, 1], [2, 0], [0, 1]]), weights=jnp.zeros((3, 2)), scores=scores)
+    segments = jnp.array([[1, 1, 0]])
+    f = np.array([2, 1, 1, 0]) * (4 / 2) / 2
+    p = np.array([0.25, 0.15, 0.3, 0.3])
+    np.testing.assert_allclose(sequence_balance(routing, segments, config), 2 * (f @ p), rtol=1e-6)

@@ -1,0 +1,138 @@
+"""A batch in microbatches is one big batch, and what is not finite changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import define
+from jaxtrain.optim.optimizer import OptimizerConfig, build
+from jaxtrain.training.trainer import (
+    compile_programs,
+    initial_state,
+    place,
+    sharded_shapes,
+    train_step,
+)
+from sharding.mesh import MeshSpec
+from tests.jaxtrain.models.tiny import HF_CONFIG
+
+DEFINITION = define(ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32"))
+BIAS = "moe/mlp/router/correction_bias"
+
+
+def documents(count: int) -> list[Document]:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(4, 17, count)
+    return [
+        Document(
+            tokens=rng.integers(0, 128, n).astype(np.int32), loss_weights=np.ones(n, np.float32) * (i % 3 > 0)
+        )
+        for i, n in enumerate(sizes)
+    ]
+
+
+def trainer(axes: dict[str, int]):
+    mesh = MeshSpec(ici=axes).build(jax.devices()[: int(np.prod(list(axes.values())))])
+    optimizer = build(OptimizerConfig(), sharded_shapes(DEFINITION, mesh))
+    placement = place(DEFINITION, optimizer, mesh)
+    programs = compile_programs(
+        DEFINITION,
+        optimizer,
+        placement,
+        loss_function=next_token,
+        metric_names=NEXT_TOKEN_METRICS,
+        clip_norm=1.0,
+    )
+    return programs, placement, initial_state(DEFINITION, optimizer, placement, seed=0)
+
+
+def one_step(setup, batch, *, weight=0.01):
+    programs, placement, state = setup
+    fresh = jax.tree.map(jnp.copy, state)
+    return train_step(
+        programs, placement, fresh, batch, learning_rate=1e-2, router_bias_rate=1e-3, balance_weight=weight
+    )
+
+
+@pytest.fixture(scope="module")
+def single():
+    return trainer({"fsdp": 1})
+
+
+def test_microbatches_equal_one_big_batch_and_compile_once(single):
+    """Same documents as 1 x 8 rows and as 3 x 2 rows: same update to 1e-6, and no program compiles twice."""
+    docs = documents(24)
+    big, big_report = one_step(single, pack(docs, rows=8, sequence_length=48))
+    small_batch = pack(docs, rows=2, sequence_length=48)
+    assert small_batch.tokens.shape[0] == 3
+    small, small_report = one_step(single, small_batch)
+    assert small_report.values["loss"] == pytest.approx(big_report.values["loss"], abs=1e-6)
+    assert small_report.values["balance_loss"] == pytest.approx(big_report.values["balance_loss"], rel=1e-5)
+    for path, value in big.params.items():
+        np.testing.assert_allclose(small.params[path], value, atol=2e-6, err_msg=path)
+    np.testing.assert_array_equal(small.buffers[BIAS], big.buffers[BIAS])
+    programs = single[0]
+    compiled = programs.accumulate._cache_size()
+    one_step(single, pack(docs[:20] * 3, rows=2, sequence_length=48))
+    assert programs.accumulate._cache_size() == compiled
+    assert programs.apply._cache_size() == 1
+
+
+def test_the_loss_is_the_mean_over_weighted_tokens(single):
+    batch = pack(documents(6), rows=4, sequence_length=32)
+    _, report = one_step(single, batch, weight=0.0)
+    _, _, state = single
+    total = weight = 0.0
+    for document in documents(6):
+        ids = jnp.asarray(document.tokens)[None]
+        positions = jnp.arange(ids.shape[1])[None]
+        model = DEFINITION.bind({**state.params, **state.buffers})
+        hidden, _ = model(ids, positions, jnp.ones_like(ids))
+        logprobs = jax.nn.log_softmax(model.logits(hidden)[0, :-1])
+        chosen = np.asarray(logprobs)[np.arange(ids.shape[1] - 1), document.tokens[1:]]
+        total -= float((chosen * document.loss_weights[1:]).sum())
+        weight += float(document.loss_weights[1:].sum())
+    assert report.values["loss"] == pytest.approx(total / weight, rel=1e-5)
+    assert report.values["weight"] == weight
+
+
+def test_bias_moves_by_the_sign_of_the_global_load(single):
+    """Counts are summed over microbatches before the sign is taken, not a sign a microbatch."""
+    batch = pack(documents(24), rows=2, sequence_length=48)
+    assert batch.tokens.shape[0] > 1
+    state, _ = one_step(single, batch)
+    moved = np.asarray(state.buffers[BIAS])
+    assert set(np.round(moved / 1e-3).ravel().tolist()) <= {-1.0, 0.0, 1.0}
+    assert (moved != 0).any()
+
+
+def test_a_non_finite_batch_changes_nothing(single):
+    batch = pack(documents(6), rows=4, sequence_length=32)
+    weights = np.array(batch.loss_weights)
+    weights[0, 0, 3] = np.nan
+    poisoned = dataclasses.replace(batch, loss_weights=weights)
+    state, report = one_step(single, poisoned)
+    assert not report.finite
+    before = single[2]
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "expert": 2, "fsdp": 2}])
+def test_a_mesh_trains_like_one_device(single, axes):
+    batch = pack(documents(24), rows=8, sequence_length=48)
+    expected, expected_report = one_step(single, batch)
+    setup = trainer(axes)
+    state, report = one_step(setup, batch)
+    assert report.values["loss"] == pytest.approx(expected_report.values["loss"], rel=1e-5)
+    for path, value in expected.params.items():
+        assert state.params[path].sharding == setup[1].state.params[path]
+        np.testing.assert_allclose(state.params[path], value, atol=5e-5, err_msg=path)
