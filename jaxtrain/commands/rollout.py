@@ -24,5 +24,21 @@ def rollout(
     rollouts.engine=embedded the worker runs the model itself; with vllm it asks this host's `jaxtrain serve`.
     """
     experiment = load_async(config, name, overrides)
+    from jaxtrain.commands.environment import environment_of
+
+    environment = environment_of(experiment, source=config)
     log_to_stderr()
     follow_parent()
+
+    import asyncio
+
+    from jaxtrain.commands.fleet import FleetError, run_worker
+    from rollout_bridge.engines.protocol import EngineError
+    from rollout_bridge.rollouts.generation import WorkerError
+    from rollout_bridge.store import StoreError
+    from rollout_bridge.weights.agent import AgentError
+    from rollout_bridge.weights.mirror_view import MirrorError
+    from rollout_bridge.weights.run import RunError
+
+    with naming(StoreError, RunError, WorkerError, EngineError, AgentError, MirrorError, FleetError):
+        asyncio.run(run_worker(experiment, environment, worker))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jaxtrain.commands.common import ConfigPath, Name, Overrides, load_async, log_to_stderr, naming
+from importlib.util import find_spec
+
+from jaxtrain.commands.common import ConfigPath, Name, Overrides, fail, load_async, log_to_stderr, naming
 from jaxtrain.commands.lifetime import follow_parent
 
 
@@ -13,5 +15,17 @@ def serve(config: ConfigPath, name: Name = None, overrides: Overrides = None) ->
     server listens on loopback only. Needs vLLM: `make vllm`, or requirements/README.md.
     """
     experiment = load_async(config, name, overrides)
+    if find_spec("vllm") is None:
+        fail("jaxtrain serve: vLLM is not installed. Run `make vllm`, or see requirements/README.md")
     log_to_stderr()
     follow_parent()
+
+    from jaxtrain.commands.fleet import serve_settings
+    from rollout_bridge.engines.protocol import EngineError
+    from rollout_bridge.serve import ServeError
+    from rollout_bridge.serve import serve as run_server
+    from rollout_bridge.store import StoreError
+    from rollout_bridge.weights.agent import AgentError
+
+    with naming(StoreError, EngineError, ServeError, AgentError):
+        run_server(serve_settings(experiment))

@@ -46,13 +46,15 @@ def train(
 
     from importlib import import_module
 
+    from jaxtrain.rl.control import EvaluationTimeout
     from jaxtrain.training.context import Stopped, TooManyNonFinite
     from rollout_bridge.store import StoreError
+    from rollout_bridge.trajectories.plan import PlanError
     from rollout_bridge.weights.commit import Superseded
     from rollout_bridge.weights.run import RunError
 
     try:
-        with naming(StoreError, RunError, Superseded, TooManyNonFinite):
+        with naming(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite):
             import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)

@@ -61,8 +61,10 @@ def summarize(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
 
 def _rewards(store: Store) -> dict[str, Any]:
     results = [store.read_json(key) for key in store.list("evaluations/") if key.endswith("/result.json")]
-    ordered = sorted((result for result in results if result is not None), key=lambda r: r["version"])
-    first, last = (ordered[0], ordered[-1]) if len(ordered) > 1 else (ordered[0] if ordered else {}, {})
+    scored = [result for result in results if result is not None and result["reward_mean"] is not None]
+    ordered = sorted(scored, key=lambda result: result["version"])
+    first = ordered[0] if ordered else {}
+    last = ordered[-1] if len(ordered) > 1 else {}
     return {
         "reward_before": first.get("reward_mean"),
         "reward_after": last.get("reward_mean"),
@@ -101,10 +103,11 @@ def _versions(store: Store) -> dict[str, Any]:
 
 def _agents(store: Store) -> dict[str, Any]:
     acks = [ack for key in store.list(ACKS_PREFIX) if (ack := store.read_json(key)) is not None]
-    pauses = [pause for ack in acks for pause in ack["update_pauses_ms"]]
+    pauses = [pause for ack in acks for pause in ack["pause_ms"]]
     return {
         "update_pause_ms_p50": statistics.median(pauses) if pauses else None,
-        "tensors_verified": sum(ack["verified"] for ack in acks),
+        "updates_applied": sum(ack["updates"] for ack in acks),
+        "tensors_verified": sum(ack["verified_tensors"] for ack in acks),
     }
 
 

@@ -1,0 +1,165 @@
+"""What a rollout host runs, put together from a config: a worker with its engine and sync agent, or a server.
+
+The fleet learns what the model is from `run.json` in the store, not from the trainer's config, so that it
+serves what is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine
+from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.generation import WorkerSettings
+from rollout_bridge.rollouts.worker import RolloutWorker
+from rollout_bridge.serve import ServeSettings
+from rollout_bridge.store import Store
+from rollout_bridge.weights.agent import AgentSettings, SyncAgent
+from rollout_bridge.weights.run import RUN_KEY, RunInfo
+from rollout_bridge.weights.run import load as load_run
+
+logger = logging.getLogger(__name__)
+
+RUN_TIMEOUT_S = 600.0  # a trainer writes run.json before its first step; this is for slow machines
+POLL_S = 0.25  # of the store; small beside a step, and a file or bucket takes a few reads a second
+
+
+class FleetError(RuntimeError):
+    """Something a rollout host needs did not appear; says what, where and what to do."""
+
+
+async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_id: str) -> None:
+    """Work until the trainer says finished, or SIGTERM or SIGINT.
+
+    Raises `FleetError` (no run in the store), `WorkerError`, `AgentError`, `EngineError`, `StoreError`.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    store = await asyncio.to_thread(Store.open, config.store_url)
+    run = await wait_for_run(store, timeout_s=RUN_TIMEOUT_S, stop=stop)
+    if run is None:
+        return
+    own = config.run_dir / "workers" / worker_id
+    tokenizer = await asyncio.to_thread(load_tokenizer, run, own / "tokenizer")
+    engine = build_engine(config, run)
+    worker = RolloutWorker(store, engine, environment, tokenizer, worker_settings(config), worker_id)
+    try:
+        if config.rollouts.engine == "embedded":
+            # The engine of this process has no agent but ours; a server's is in `jaxtrain serve`.
+            agent = SyncAgent(store, own / "mirror", engine, worker_id, settings=AgentSettings(poll=POLL_S))
+            await beside(worker.run(stop), agent.run())
+        else:
+            await worker.run(stop)
+    finally:
+        await engine.close()
+
+
+async def beside(work: Coroutine[Any, Any, Any], service: Coroutine[Any, Any, Any]) -> None:
+    """Run `work` with `service` beside it. An error of either ends both; the end of `work` ends both."""
+    working, serving = asyncio.create_task(work), asyncio.create_task(service)
+    try:
+        await asyncio.wait({working, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not working.done():
+            serving.result()  # raises what it failed with; otherwise the run is finished and work sees it too
+        await working
+    finally:
+        for task in (working, serving):
+            task.cancel()
+        await asyncio.gather(working, serving, return_exceptions=True)
+
+
+async def wait_for_run(store: Store, *, timeout_s: float, stop: asyncio.Event) -> RunInfo | None:
+    """The run of a store once its trainer has created it; None if `stop` is set before.
+
+    Raises `FleetError` naming store and key after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not stop.is_set():
+        run = await asyncio.to_thread(load_run, store)
+        if run is not None:
+            return run
+        if time.monotonic() > deadline:
+            raise FleetError(
+                f"{store.url}: no {RUN_KEY} after {timeout_s:.0f} s. Start the trainer of this run "
+                "(jaxtrain train), and see that both use the same store"
+            )
+        await asyncio.sleep(POLL_S)
+    return None
+
+
+def load_tokenizer(run: RunInfo, directory: Path) -> Any:
+    """The run's tokenizer, its files written to `directory`: the same on both sides."""
+    from transformers import AutoTokenizer
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in run.tokenizer.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
+    """The configured engine: in this process, or a client of this host's server."""
+    section, kv_policy = config.rollouts, KvPolicy(config.rollouts.kv_policy)
+    if section.engine == "vllm":
+        from rollout_bridge.engines.vllm import VllmEngine
+
+        return VllmEngine(f"http://127.0.0.1:{section.server_port}", kv_policy=kv_policy)
+    from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
+
+    length = config.batch.sequence_length
+    return EmbeddedEngine(
+        run.hf_config,
+        run.plan,
+        EngineSettings(
+            slots=section.slots,
+            max_prompt=length - section.max_tokens,
+            max_length=length,
+            kv_policy=kv_policy,
+        ),
+        compute_dtype=config.model.compute_dtype,
+        expert_implementation=config.model.expert_implementation,
+    )
+
+
+def worker_settings(config: AsyncGrpoConfig) -> WorkerSettings:
+    """Groups in flight fill the engine's slots; prompts are claimed a segment at a time."""
+    section = config.rollouts
+    return WorkerSettings(
+        run_seed=config.seed,
+        group_size=section.group_size,
+        max_tokens=section.max_tokens,
+        temperature=section.temperature,
+        max_concurrent_groups=-(-section.slots // section.group_size),
+        claim_groups=section.segment_groups,
+        lease_seconds=section.lease_seconds,
+        segment_groups=section.segment_groups,
+        flush_seconds=section.flush_seconds,
+        poll_seconds=POLL_S,
+    )
+
+
+def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
+    """A vLLM server of this host, on the cores this process may use."""
+    section = config.rollouts
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return ServeSettings(
+        store=config.store_url,
+        state_directory=config.run_dir / "server-0",
+        agent_id="server-0",
+        port=section.server_port,
+        kv_policy=KvPolicy(section.kv_policy),
+        max_model_len=config.batch.sequence_length,
+        max_num_seqs=section.slots,
+        cpu_threads=",".join(map(str, cores)) or "auto",
+        extra_args=tuple(section.server_args),
+        agent=AgentSettings(poll=POLL_S),
+    )

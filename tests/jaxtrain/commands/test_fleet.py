@@ -1,0 +1,90 @@
+"""What a rollout host is put together from, and how its parts end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.commands.fleet import FleetError, beside, serve_settings, wait_for_run, worker_settings
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import AsyncGrpoConfig
+from rollout_bridge.engines.protocol import KvPolicy
+from rollout_bridge.store import Store
+
+ROOT = Path(__file__).parents[3]
+
+
+def config(*overrides: str) -> AsyncGrpoConfig:
+    loaded = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    assert isinstance(loaded, AsyncGrpoConfig)
+    return loaded
+
+
+async def forever(ended: list[str], name: str) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append(name)
+
+
+async def failing() -> None:
+    raise ValueError("broken")
+
+
+async def returning() -> None:
+    return
+
+
+def test_the_end_of_the_work_ends_the_service() -> None:
+    ended: list[str] = []
+    asyncio.run(asyncio.wait_for(beside(returning(), forever(ended, "service")), 30))
+    assert len(ended) <= 1
+
+
+def test_an_error_of_either_ends_both() -> None:
+    ended: list[str] = []
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(asyncio.wait_for(beside(forever(ended, "work"), failing()), 30))
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(asyncio.wait_for(beside(failing(), forever(ended, "service")), 30))
+    assert ended == ["work", "service"]
+
+
+def test_a_store_without_a_run_is_named_with_the_remedy() -> None:
+    store = Store.open("memory://no-run")
+    with pytest.raises(FleetError, match=r"memory://no-run/?: no run.json after 0 s. Start the trainer"):
+        asyncio.run(wait_for_run(store, timeout_s=0.0, stop=asyncio.Event()))
+
+
+def test_stopping_ends_the_wait_for_a_run() -> None:
+    async def stopped() -> object:
+        stop = asyncio.Event()
+        stop.set()
+        return await wait_for_run(Store.open("memory://no-run"), timeout_s=60.0, stop=stop)
+
+    assert asyncio.run(stopped()) is None
+
+
+def test_groups_in_flight_fill_the_slots() -> None:
+    settings = worker_settings(config("rollouts.slots=20", "rollouts.group_size=8", "seed=3"))
+    assert settings.max_concurrent_groups == 3  # 24 completions for 20 slots
+    assert (settings.group_size, settings.run_seed) == (8, 3)
+
+
+def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
+    settings = serve_settings(
+        config(
+            f"runs_dir={tmp_path}",
+            "name=x",
+            "rollouts.server_port=8123",
+            "rollouts.kv_policy=recompute_kv",
+            "rollouts.server_args=[--seed=1]",
+        )
+    )
+    assert settings.store == f"file://{tmp_path}/x/store"
+    assert settings.state_directory == tmp_path / "x/server-0"
+    assert (settings.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
+    assert settings.extra_args == ("--seed=1",)
+    assert settings.max_model_len == config().batch.sequence_length
