@@ -20,7 +20,7 @@ from rollout_bridge.delta.octets import Reader, varint
 
 FLAG_PARTITION = 1  # there is more than one class
 FLAG_WIDE = 2  # many lanes: quicker, a few percent larger
-_LANE_SYMBOLS = 128
+_LANE_SYMBOLS = 256
 _LANE_SYMBOLS_WIDE = 64
 _MOST_LANES = 8192
 _MODEL_BITS = 18.0  # about what one more class costs, in bits
@@ -125,7 +125,7 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[np.ndarray, np.nda
         if not changed:
             continue
         if explicit:
-            codes = reader.take(reader.byte())
+            codes = _take_table(reader)
             tables.append(models.read_explicit(codes, symbols.alphabet_size(count - 1)))
         else:
             tables.append(models.geometric(count, changed))
@@ -244,10 +244,17 @@ def _step_model(coded: np.ndarray, bits: int) -> tuple[np.ndarray, bytes]:
     return models.step_families(bits)[family], bytes([family])
 
 
+def _take_table(reader: Reader) -> bytes:
+    length = reader.byte()
+    if length > models.ALPHABET:
+        raise DeltaError(f"a table of {length} symbols, at most {models.ALPHABET} exist; the blob is damaged")
+    return reader.take(length)
+
+
 def _read_step_model(reader: Reader, bits: int) -> np.ndarray:
     family = reader.byte()
     if family == models.EXPLICIT:
-        return models.read_explicit(reader.take(reader.byte()), symbols.alphabet_size((1 << bits) - 1))
+        return models.read_explicit(_take_table(reader), symbols.alphabet_size((1 << bits) - 1))
     families = models.step_families(bits)
     if family >= len(families):
         raise DeltaError(f"step family {family} is not one of {len(families)}; the blob is damaged")

@@ -86,23 +86,28 @@ def unpack_extra(data: bytes, symbols: np.ndarray) -> np.ndarray:
 
 def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Changes of float bit patterns (unsigned, old != new) as integers int64: 0 is one representable number
-    up, 1 one down, 2 two up, 3 two down, and so on, modulo the number of patterns.
+    away from zero, 1 one towards zero (and past it), 2 two away, 3 two towards, and so on, modulo the number
+    of patterns. Decay and a moved scale then look the same whatever the sign of a weight.
     """
     bits = old.dtype.itemsize * 8
     half = np.int64(1) << (bits - 1)
     difference = _ordered(new) - _ordered(old)
     difference = ((difference + half) & ((np.int64(1) << bits) - 1)) - half
-    return ((np.abs(difference) - 1) << 1) | (difference < 0)
+    return ((np.abs(difference) - 1) << 1) | ((difference < 0) != _is_negative(old))
 
 
 def apply_steps(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """The new bit patterns of `old` after `steps` of `steps_between`."""
     bits = old.dtype.itemsize * 8
     magnitude = (steps >> 1) + 1
-    ordered = _ordered(old) + np.where(steps & 1, -magnitude, magnitude)
+    ordered = _ordered(old) + np.where((steps & 1).astype(bool) != _is_negative(old), -magnitude, magnitude)
     ordered &= (np.int64(1) << bits) - 1
     half = np.int64(1) << (bits - 1)
     return np.where(ordered >= half, ordered - half, 2 * half - 1 - ordered).astype(old.dtype)
+
+
+def _is_negative(values: np.ndarray) -> np.ndarray:
+    return values >= values.dtype.type(1 << (values.dtype.itemsize * 8 - 1))
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:

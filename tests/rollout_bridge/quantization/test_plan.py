@@ -1,0 +1,153 @@
+"""Plans of GLM shapes: what stays BF16, and which layouts vLLM 0.32 refuses (its rule, worked by hand)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout_bridge.quantization.plan import Format, QuantizationPlan, ServingLayout, plan_for
+
+ARCHITECTURE = "glm4_moe"
+
+
+def _shapes(
+    *,
+    model: int = 4096,
+    heads: int = 96,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    dense: int = 10944,
+    expert: int = 1408,
+) -> dict[str, tuple[int, ...]]:
+    """Two layers of GLM-4.5-Air by default: one dense, one of two routed experts and a shared one."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (151552, model),
+        "lm_head.weight": (151552, model),
+        "model.norm.weight": (model,),
+    }
+    for layer in (0, 1):
+        at = f"model.layers.{layer}"
+        shapes[f"{at}.input_layernorm.weight"] = (model,)
+        shapes[f"{at}.self_attn.q_proj.weight"] = (heads * head_dim, model)
+        shapes[f"{at}.self_attn.q_proj.bias"] = (heads * head_dim,)
+        shapes[f"{at}.self_attn.k_proj.weight"] = (kv_heads * head_dim, model)
+        shapes[f"{at}.self_attn.v_proj.weight"] = (kv_heads * head_dim, model)
+        shapes[f"{at}.self_attn.q_norm.weight"] = (head_dim,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (model, heads * head_dim)
+    groups = {"model.layers.0.mlp": dense, "model.layers.1.mlp.shared_experts": expert}
+    groups |= {f"model.layers.1.mlp.experts.{e}": expert for e in range(2)}
+    for at, hidden in groups.items():
+        shapes[f"{at}.gate_proj.weight"] = shapes[f"{at}.up_proj.weight"] = (hidden, model)
+        shapes[f"{at}.down_proj.weight"] = (model, hidden)
+    shapes["model.layers.1.mlp.gate.weight"] = (2, model)
+    shapes["model.layers.1.mlp.gate.e_score_correction_bias"] = (2,)
+    return shapes
+
+
+def _refused(
+    shapes: dict[str, tuple[int, ...]], serving: ServingLayout | None, head_dim: int | None = None
+) -> set[str]:
+    """Modules that are BF16 although they are neither embedding, head nor router."""
+    plan = plan_for(shapes, architecture=ARCHITECTURE, serving=serving, head_dim=head_dim)
+    always = {"model.embed_tokens", "lm_head", "model.layers.1.mlp.gate"}
+    assert always <= set(plan.modules_to_not_convert)
+    return set(plan.modules_to_not_convert) - always
+
+
+def test_formats_of_a_layout_that_takes_everything() -> None:
+    shapes = _shapes(dense=10880)  # 85 blocks
+    plan = plan_for(shapes, architecture=ARCHITECTURE, serving=ServingLayout())
+    by_format = {f: {n for n, chosen in plan.formats.items() if chosen is f} for f in Format}
+    assert by_format[Format.f32] == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert by_format[Format.fp8_block] == {n for n in shapes if n.endswith("_proj.weight")}
+    assert plan.modules_to_not_convert == ("lm_head", "model.embed_tokens", "model.layers.1.mlp.gate")
+
+
+def test_glm_4_5_air_at_two_ranks() -> None:
+    """1408 / 2 = 704 = 5.5 blocks, routed and shared; 10944 / 2 = 5472 = 42.75 blocks. Attention splits."""
+    dense = {f"model.layers.0.mlp.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
+    shared = {f"model.layers.1.mlp.shared_experts.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
+    assert _refused(_shapes(), ServingLayout(2)) == dense | shared | {"model.layers.1.mlp.experts"}
+    assert _refused(_shapes(), ServingLayout(2, expert_parallel=True)) == dense | shared
+
+
+def test_glm_4_5_shared_expert_at_eight_ranks() -> None:
+    """1536 / 8 = 192 rows: one block and a half."""
+    shapes = _shapes(model=5120, dense=12288, expert=1536)
+    assert not _refused(shapes, ServingLayout(4))
+    shared = {f"model.layers.1.mlp.shared_experts.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
+    assert _refused(shapes, ServingLayout(8)) == shared | {"model.layers.1.mlp.experts"}
+
+
+def test_key_and_value_heads_are_replicated_past_their_number() -> None:
+    """8 heads of 128 on 16 ranks: a whole head each, not 64 rows; the merged layer follows its smallest part."""
+    shapes = _shapes(dense=12288, expert=2048)
+    qkv = {f"model.layers.{n}.self_attn.{leaf}_proj" for n in (0, 1) for leaf in "qkv"}
+    assert not _refused(shapes, ServingLayout(16), head_dim=128)
+    assert _refused(shapes, ServingLayout(16)) == qkv
+
+
+def test_one_rank_may_end_a_merged_layer_in_a_partial_block() -> None:
+    """vLLM checks all parts but the last of a merged layer, and no layer that is neither merged nor split."""
+    shapes = _shapes(heads=2, kv_heads=1, head_dim=128, dense=192, expert=128)
+    assert _refused(shapes, ServingLayout(1)) == {
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.up_proj",
+    }
+
+
+def test_engines_given_bf16_refuse_nothing() -> None:
+    assert not _refused(_shapes(model=96, head_dim=24, dense=100, expert=20), None)
+
+
+def test_unquantised_plans_list_every_matrix() -> None:
+    shapes = _shapes()
+    plan = plan_for(shapes, architecture=ARCHITECTURE, serving=ServingLayout(), quantize=False)
+    assert Format.fp8_block not in plan.formats.values()
+    assert plan.formats["model.layers.1.mlp.gate.e_score_correction_bias"] is Format.f32
+    assert len(plan.modules_to_not_convert) == sum(len(shape) == 2 for shape in shapes.values())
+
+
+def test_json_round_trip_and_fingerprint() -> None:
+    plan = plan_for(_shapes(), architecture=ARCHITECTURE, serving=ServingLayout(2))
+    again = QuantizationPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    shuffled = QuantizationPlan(dict(reversed(plan.formats.items())), plan.block, plan.modules_to_not_convert)
+    assert shuffled.fingerprint() == again.fingerprint() == plan.fingerprint()
+    other = plan_for(_shapes(), architecture=ARCHITECTURE, serving=ServingLayout(1))
+    assert other.fingerprint() != plan.fingerprint()
+
+
+def test_config_json_speaks_to_engines() -> None:
+    config = plan_for(_shapes(), architecture=ARCHITECTURE, serving=None).hf_quantization_config()
+    assert config["quant_method"] == "fp8"
+    assert config["weight_block_size"] == [128, 128]
+    assert config["activation_scheme"] == "dynamic"
+    assert "lm_head" in config["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"formats": {"w": "F16"}}, "F16"),
+        ({"block": [64, 64]}, r"\[64, 64\]"),
+        ({"modules_to_not_convert": None}, "not a quantization plan"),
+        ({"formats": [1]}, "not a quantization plan"),
+    ],
+)
+def test_plans_that_mean_nothing_are_refused(damage: dict[str, object], message: str) -> None:
+    data = plan_for(_shapes(), architecture=ARCHITECTURE, serving=None).to_json() | damage
+    with pytest.raises(ValueError, match=message):
+        QuantizationPlan.from_json(data)
+
+
+def test_what_no_rule_covers_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'llama'.*glm4_moe"):
+        plan_for({}, architecture="llama", serving=None)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.conv\.weight: no rule"):
+        plan_for({"model.layers.0.conv.weight": (4, 4)}, architecture=ARCHITECTURE, serving=None)
+    with pytest.raises(ValueError, match=r"experts\.weight: shape \[2, 3, 4\]"):
+        plan_for({"experts.weight": (2, 3, 4)}, architecture=ARCHITECTURE, serving=None)
+    with pytest.raises(ValueError, match="tensor_parallel: 0"):
+        ServingLayout(0)
