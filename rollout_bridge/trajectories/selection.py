@@ -79,7 +79,7 @@ class SelectionState:
 class Selection:
     """plan: None if too little has arrived. amount, target: of slots or tokens, as the settings count.
 
-    live_groups: groups with a trajectory that later plans may still use.
+    live_groups: groups with a trajectory that may be drawn, in this plan or a later one.
     drops: what would be dropped now, by reason (recorded only when a plan is made).
     """
 
@@ -138,12 +138,11 @@ def select(
             quarantined=dict(quarantined or {}),
             segment_rows={key: rows for key, rows in (segment_rows or {}).items() if key in named},
         )
-    used = {c.ref.trajectory_id for c, _ in drawn} if full else set()
     return Selection(
         plan=plan,
         amount=amount,
         target=settings.target_trajectories or settings.target_tokens or 0,
-        live_groups=frozenset(c.ref.group_id for c in candidates if c.ref.trajectory_id not in used),
+        live_groups=frozenset(c.ref.group_id for c in candidates),
         drops=drops,
     )
 

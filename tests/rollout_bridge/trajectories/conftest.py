@@ -21,7 +21,7 @@ def store() -> Store:
 
 @pytest.fixture(scope="session")
 def make_group() -> MakeGroup:
-    """A group of prompt `index`: answers of `lengths` tokens after 2 prompt tokens, all at `versions` of each member."""
+    """A group of prompt `index`: answers of `lengths` tokens (or one for each of `versions`) after 2 of prompt."""
 
     def make(
         index: int,

@@ -25,7 +25,9 @@ def test_gate_by_hand() -> None:
     assert fresh_tokens(counts, version=7, max_lag=2) == 6
     assert passes(counts, version=7, gate=Gate(max_lag=2, min_fresh_fraction=0.6))
     assert not passes(counts, version=7, gate=Gate(max_lag=2, min_fresh_fraction=0.61))
-    assert not passes(counts, version=9, gate=Gate(max_lag=2, min_fresh_fraction=0.0)), "nothing fresh, nothing used"
+    assert not passes(counts, version=9, gate=Gate(max_lag=2, min_fresh_fraction=0.0)), (
+        "nothing fresh, nothing used"
+    )
     mask = fresh_mask(np.array([-1, 4, 5, 7]), np.array([False, True, True, True]), version=7, max_lag=2)
     assert mask.tolist() == [False, False, True, True]
 
@@ -68,7 +70,9 @@ def test_sampler_by_hand() -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 99), max_size=30), cursor=st.integers(0, 3), seed=st.randoms(use_true_random=False)
+    lengths=st.lists(st.integers(1, 99), max_size=30),
+    cursor=st.integers(0, 3),
+    seed=st.randoms(use_true_random=False),
 )
 def test_sampler_is_a_permutation_that_ignores_the_order_given_and_is_even(lengths, cursor, seed) -> None:
     items = [Item(tokens, age) for age, tokens in enumerate(lengths)]

@@ -29,7 +29,9 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), groups=st.integers(1, 3))
 def test_round_trip(make_group, lengths, groups) -> None:
-    rows = [row for i in range(groups) for row in make_group(i, rewards=[0.3] * len(lengths), lengths=lengths)]
+    rows = [
+        row for i in range(groups) for row in make_group(i, rewards=[0.3] * len(lengths), lengths=lengths)
+    ]
     data = segment.encode(rows, writer="w", sequence=0)
     back = segment.decode(data)
     assert len(back) == len(rows) and all(same(a, b) for a, b in zip(rows, back, strict=True))
@@ -63,7 +65,9 @@ def test_plain_parquet_readers_see_the_columns(make_group) -> None:
         ({"routed_experts": np.full((5, 3, 2), -2, np.int16)}, "below -1"),
     ],
 )  # fmt: skip
-def test_a_row_that_breaks_the_schema_is_refused_by_writer_and_reader(make_group, monkeypatch, change, message) -> None:
+def test_a_row_that_breaks_the_schema_is_refused_by_writer_and_reader(
+    make_group, monkeypatch, change, message
+) -> None:
     bad = [dataclasses.replace(make_group(0)[0], **change), make_group(0)[1]]
     with pytest.raises(segment.SegmentError, match=message):
         segment.encode(bad, writer="w", sequence=0)
@@ -84,7 +88,9 @@ def test_groups_must_be_whole_and_single(make_group) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_raise_segment_error_or_decode_to_checked_rows(make_group, data) -> None:
-    good = bytearray(segment.encode(make_group(0, statuses=[Status.OK, Status.TIMEOUT]), writer="w", sequence=0))
+    good = bytearray(
+        segment.encode(make_group(0, statuses=[Status.OK, Status.TIMEOUT]), writer="w", sequence=0)
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))

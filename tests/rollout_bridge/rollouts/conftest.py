@@ -1,0 +1,166 @@
+"""A character tokenizer, a copying environment and a deterministic policy behind the engine protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from rollout_bridge.engines.protocol import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    KvPolicy,
+    Request,
+    UpdateReport,
+    VersionSpan,
+)
+from rollout_bridge.rollouts.environments.base import Score, Task
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.schema import Status
+from rollout_bridge.weights.update import Update
+
+EOS = 1
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Token 0 unknown, 1 end of sequence, then the printable characters; prompts are `?<content>=`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<eos>": EOS, **{chr(c): c - 30 for c in range(32, 127)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        chat_template="{% for m in messages %}?{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}",
+    )
+
+
+@dataclass
+class CopyEnvironment:
+    """The right answer to "aaa" is "aaa"; the reward is the fraction of matching characters."""
+
+    size: int = 40
+    prefix: str = "t"
+    hang: threading.Event | None = None
+    broken: frozenset[str] = frozenset()
+
+    @property
+    def held_out(self) -> CopyEnvironment:
+        return CopyEnvironment(size=6, prefix="h")
+
+    def task(self, index: int) -> Task:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        text = f"{self.prefix}{index}"
+        return Task(
+            index=index, name="copy", messages=({"role": "user", "content": text},), data={"text": text}
+        )
+
+    def score(self, task: Task, text: str) -> Score:
+        if task.data["text"] in self.broken:
+            raise RuntimeError("the verifier is broken")
+        if self.hang is not None and text.startswith("!"):
+            self.hang.wait()
+        if not text:
+            return Score(components={}, total=0.0, status=Status.MALFORMED)
+        wanted = task.data["text"]
+        right = sum(a == b for a, b in zip(wanted, text, strict=False)) / max(len(wanted), len(text))
+        return Score(components={"correct": right, "exact": float(right == 1)}, total=right)
+
+
+@dataclass
+class PolicyEngine:
+    """Copies the prompt's content; sampled requests get one wrong character in half of the seeds.
+
+    versions: what it serves, one span for each entry, split evenly over the tokens.
+    abort, fail: how many of the next calls abort their requests, or raise.
+    """
+
+    versions: Sequence[int] = (0,)
+    abort: int = 0
+    fail: int = 0
+    name: str = "policy"
+    asked: list[Request] = field(default_factory=list)
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        await asyncio.sleep(0)
+        self.asked.extend(requests)
+        if self.fail:
+            self.fail -= 1
+            raise EngineError("policy: out of order")
+        aborts = self.abort > 0
+        self.abort = max(0, self.abort - 1)
+        return [self._answer(request, aborts) for request in requests]
+
+    def _answer(self, request: Request, aborts: bool) -> Completion:
+        answer = list(request.prompt_ids)[1:-1]
+        if request.temperature and request.seed % 2:
+            answer[request.seed // 2 % len(answer)] = ord("!") - 30
+        tokens = np.array([*answer, EOS][: request.max_tokens], np.int32)
+        if request.exact_version is not None and set(self.versions) != {request.exact_version}:
+            aborts = True
+        if aborts:
+            tokens = tokens[:1]
+        cuts = np.linspace(0, len(tokens), len(self.versions) + 1).astype(int)
+        spans = zip(self.versions, cuts, cuts[1:], strict=False)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=tokens,
+            logprobs=np.full(len(tokens), -0.25, np.float32),
+            spans=tuple(VersionSpan(v, int(a), int(b)) for v, a, b in spans if b > a),
+            finish_reason=FinishReason.ABORT if aborts else FinishReason.STOP,
+            kv_policy=KvPolicy.KEEP,
+            seconds=0.5,
+            routed_experts=np.full((len(request.prompt_ids) + len(tokens), 2, 1), 3, np.int16),
+        )
+
+    async def update(self, update: Update) -> UpdateReport:
+        self.versions = (update.version,)
+        return UpdateReport(version=update.version, pause_ms=0, total_ms=0, tensors=0)
+
+    async def version(self) -> int | None:
+        return self.versions[-1]
+
+    async def health(self) -> Health:
+        return Health(ready=True, version=self.versions[-1])
+
+    async def close(self) -> None:
+        return None
+
+
+@pytest.fixture
+def environment() -> CopyEnvironment:
+    return CopyEnvironment()
+
+
+@pytest.fixture
+def engine() -> PolicyEngine:
+    return PolicyEngine()
+
+
+@pytest.fixture(scope="session")
+def make_environment() -> type[CopyEnvironment]:
+    return CopyEnvironment
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> type[PolicyEngine]:
+    return PolicyEngine

@@ -1,0 +1,144 @@
+"""No index is skipped, none is held twice at a time, and only what is unfinished is given out again."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.claims import Claim, ClaimBook, ClaimError, grant, granted
+from rollout_bridge.trajectories.log import SegmentWriter
+
+LEASE = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def book(store: Store, worker: str, clock: Clock, count: int = 4) -> ClaimBook:
+    return ClaimBook(store, worker, count=count, lease_seconds=LEASE, clock=clock)
+
+
+def test_credits_bound_the_stream_and_are_never_taken_back(store) -> None:
+    clock = Clock()
+    a = book(store, "a", clock)
+    assert granted(store) == 0 and a.acquire() is None
+    assert grant(store, 6) == 6 and grant(store, 3) == 6
+    assert [a.acquire()[1], a.acquire()[1], a.acquire()] == [(0, 1, 2, 3), (4, 5), None]
+    grant(store, 7)
+    assert a.acquire()[1] == (6,)
+
+
+def test_an_expired_claim_passes_on_what_no_segment_finished(store, make_group) -> None:
+    clock = Clock()
+    grant(store, 4)
+    a, b, c = (book(store, name, clock) for name in "abc")
+    claim, _ = a.acquire()
+    SegmentWriter(store, "a").append([*make_group(1), *make_group(2)])
+    assert b.acquire() is None
+    clock.now += LEASE
+    taken, left = b.acquire()
+    assert left == (0, 3) and (taken.attempt, taken.holders) == (1, ("a", "b"))
+    assert a.renew(claim) is None and a.complete(claim) is None and a.release(claim) is None
+    SegmentWriter(store, "b").append(make_group(3))
+    b.release(taken)
+    assert c.acquire()[1] == (0,)
+
+
+def test_renewal_keeps_a_claim_and_completion_ends_it(store) -> None:
+    clock = Clock()
+    grant(store, 4)
+    a, b = book(store, "a", clock), book(store, "b", clock)
+    claim, _ = a.acquire()
+    clock.now += LEASE - 1
+    claim = a.renew(claim)
+    clock.now += LEASE - 1
+    assert b.acquire() is None
+    assert a.complete(claim).done
+    clock.now += LEASE * 9
+    assert b.acquire() is None
+
+
+def test_everything_finished_but_never_completed_is_completed_by_the_next(store, make_group) -> None:
+    clock = Clock()
+    grant(store, 2)
+    book(store, "a", clock, count=2).acquire()
+    SegmentWriter(store, "a").append([*make_group(0), *make_group(1)])
+    clock.now += LEASE
+    assert book(store, "b", clock).acquire() is None
+    assert Claim.from_json(
+        "prompts/claims/00000000.json", store.read_json("prompts/claims/00000000.json")
+    ).done
+
+
+def test_damaged_claims_are_named(store) -> None:
+    store.put_json("prompts/claims/00000000.json", {"start": 4, "count": 1})
+    with pytest.raises(ClaimError, match="prompts/claims/00000000.json"):
+        book(store, "a", Clock()).acquire()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_index_is_ever_live_twice_or_skipped(data) -> None:
+    store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
+    clock = Clock()
+    counts = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
+    books = [book(store, f"w{i}", clock, count=count) for i, count in enumerate(counts)]
+    live: list[tuple[int, Claim]] = []
+    credits = 0
+    for _ in range(data.draw(st.integers(5, 25))):
+        action = data.draw(
+            st.sampled_from(["acquire", "acquire", "grant", "expire", "renew", "complete", "release"])
+        )
+        if action == "grant":
+            credits = grant(store, credits + data.draw(st.integers(0, 7)))
+        elif action == "expire":
+            clock.now += data.draw(st.sampled_from([LEASE / 2, LEASE]))
+        elif action == "acquire":
+            worker = data.draw(st.integers(0, len(books) - 1))
+            acquired = books[worker].acquire()
+            if acquired is not None:
+                claim, indices = acquired
+                assert set(indices) <= set(range(claim.start, claim.end)) <= set(range(credits))
+                # Whoever held it before and was not renewed has lost it.
+                live = [(w, c) for w, c in live if c.start != claim.start]
+                live.append((worker, claim))
+        elif live:
+            worker, claim = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            moved = getattr(books[worker], action)(claim)
+            assert moved is not None, "nobody else took it, so its holder may move it"
+            if action == "renew":
+                live.append((worker, moved))
+        ranges = sorted((c.start, c.end) for _, c in live)
+        assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "disjoint"
+    keys = store.list("prompts/claims/")
+    chain = [Claim.from_json(key, store.read_json(key)) for key in keys]
+    edges = [(c.start, c.end) for c in chain]
+    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False)), "no gap, no overlap"
+    assert not edges or (edges[0][0] == 0 and edges[-1][1] <= credits)
+
+
+def test_interleaved_acquires_of_two_workers_share_nothing(store, monkeypatch) -> None:
+    """Both see the same last claim; the conditional create decides, and the loser moves on."""
+    clock = Clock()
+    grant(store, 6)
+    a, b = book(store, "a", clock, count=2), book(store, "b", clock, count=3)
+    create = store.create_json
+    won: list[tuple[int, ...]] = []
+
+    def create_after_b(key, value):
+        if not won:
+            monkeypatch.setattr(store, "create_json", create)
+            won.append(b.acquire()[1])
+        return create(key, value)
+
+    monkeypatch.setattr(store, "create_json", create_after_b)
+    assert a.acquire()[1] == (3, 4) and won == [(0, 1, 2)]

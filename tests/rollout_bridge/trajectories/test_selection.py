@@ -1,0 +1,240 @@
+"""Plans: pure, each trajectory once, drops by reason, and an account that adds up."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories import accounting
+from rollout_bridge.trajectories.claims import granted
+from rollout_bridge.trajectories.gate import Gate
+from rollout_bridge.trajectories.groups import Boundary
+from rollout_bridge.trajectories.log import LogReader, SegmentWriter
+from rollout_bridge.trajectories.plan import (
+    Plan,
+    PlanError,
+    create_plan,
+    discard_plans_after,
+    load_rows,
+    plan_key,
+    plan_steps,
+    read_plan,
+)
+from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
+from rollout_bridge.trajectories.schema import Status
+from rollout_bridge.trajectories.selection import SelectionSettings, SelectionState, select
+
+OK, BAD = Status.OK, Status.ENVIRONMENT_FAILURE
+
+
+def planner(store: Store, settings: SelectionSettings, outstanding: int = 64) -> Planner:
+    return Planner(store, settings, outstanding_groups=outstanding, sleep=lambda _: None)
+
+
+def ids(plan: Plan) -> list[str]:
+    return [row.trajectory_id for row in plan.rows]
+
+
+def test_a_plan_by_hand(store, make_group) -> None:
+    write = SegmentWriter(store, "w").append
+    # Version 6, lag at most 2: versions 4 and up are fresh.
+    write(make_group(0, rewards=[0, 1, 1, 0], versions=[[4, 4], [3, 4], [3, 3], [5]], created_at=1))
+    write(make_group(1, rewards=[1, 1], statuses=[OK, BAD], versions=[[6], [6]], created_at=2))
+    write(make_group(2, rewards=[0, 1, 1], statuses=[OK, BAD, BAD], versions=[[6]] * 3, created_at=3))
+    write(make_group(3, rewards=[1, 1], versions=[[6], [6]], created_at=4))
+    write(make_group(0, rewards=[1, 0], versions=[[6], [6]], created_at=9))  # a second copy of group 0
+    settings = SelectionSettings(
+        target_trajectories=5, gate=Gate(max_lag=2, min_fresh_fraction=0.5), drop_no_signal=False
+    )
+    plan = planner(store, settings).plan(7, 6, timeout=0)
+    # Group 0: member 2 is stale; member 1, with the oldest version, comes first. All four make the mean 0.5.
+    # Group 1: member 0 stands in for the failed one. Group 2: a third is left, discarded. Group 3 waits.
+    expected = [
+        ("0/1", 0, 0.5, 1),
+        ("0/0", 0, -0.5, 2),
+        ("0/3", 0, -0.5, 1),
+        ("1/0", 0, 0.0, 1),
+        ("1/0", 1, 0.0, 1),
+    ]
+    assert [(r.trajectory_id[7:], r.slot, r.advantage, r.trainable_tokens) for r in plan.rows] == expected
+    dropped = {
+        reason: [(r.segment[-9:-8], r.trajectory_id[7:]) for r in rows] for reason, rows in plan.drops.items()
+    }
+    assert dropped == {
+        "duplicate": [("4", "0/0"), ("4", "0/1")],
+        "environment_failure": [("1", "1/1"), ("2", "2/1"), ("2", "2/2")],
+        "group_discarded": [("2", "2/0")],
+        "stale": [("0", "0/2")],
+    }
+    assert (plan.step, plan.version, plan.tokens) == (7, 6, 4 + 4 + 3 + 3 + 3)
+    counts = accounting.count(store)
+    assert counts.adds_up and counts.missing == 0
+    assert (counts.written, counts.trained, counts.slots, counts.pending) == (13, 4, 5, 2)
+    assert counts.dropped == {"duplicate": 2, "environment_failure": 3, "group_discarded": 1, "stale": 1}
+    # Tokens trained: lag 2, 2, 2 (two of 0/0, one of 0/1), lag 1 (0/3), lag 0 twice (1/0 in two slots).
+    assert (counts.lag_mean, counts.lag_max, counts.trained_tokens) == (7 / 6, 2, 6)
+    assert counts.spans_crossing == 1 and counts.generated_tokens == 7 + 2 + 3 + 2 + 2
+
+
+def test_no_signal_is_dropped_if_asked(store, make_group) -> None:
+    SegmentWriter(store, "w").append([*make_group(0, rewards=[1, 1]), *make_group(1, rewards=[0, 1])])
+    plan = planner(store, SelectionSettings(target_trajectories=2, drop_no_signal=True)).plan(0, 0, timeout=0)
+    assert ids(plan) == ["00000001/0", "00000001/1"]
+    assert [row.group_id for row in plan.drops["no_signal"]] == ["00000000"] * 2
+
+
+def test_token_target_is_a_capacity(store, make_group) -> None:
+    # Lengths 2 + 3 = 5 each; 12 tokens hold two, and the third shows that the step is full.
+    settings = SelectionSettings(target_tokens=12)
+    writer = SegmentWriter(store, "w")
+    writer.append(make_group(0))
+    with pytest.raises(PlanTimeoutError, match="10 of 12 tokens"):
+        planner(store, settings).plan(0, 0, timeout=0)
+    writer.append(make_group(1, lengths=[11, 3]))  # the first is 13 long, which no step holds
+    plan = planner(store, settings).plan(0, 0, timeout=0)
+    assert ids(plan) == ["00000000/0", "00000000/1"] and plan.tokens == 10
+    assert [row.trajectory_id for row in plan.drops["too_long"]] == ["00000001/0"]
+
+
+def test_each_step_draws_evenly_from_length_bins_over_time(store, make_group) -> None:
+    writer = SegmentWriter(store, "w")
+    for index in range(6):
+        writer.append(make_group(index, rewards=[0, 1, 0], lengths=[1, 1, 20], created_at=index))
+    made = planner(store, SelectionSettings(target_trajectories=3, length_bin_edges=(10,)))
+    longs = [sum(row.tokens > 10 for row in made.plan(step, 0, timeout=0).rows) for step in range(4)]
+    assert longs == [1, 2, 1, 2], "half of the draws are long while both bins last, the odd one in turn"
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_selection_is_pure_uses_each_row_once_and_adds_up(make_group, data) -> None:
+    """Random groups, copies, failures and steps; a planner restarted at random makes the same plans."""
+    store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
+    options = SelectionSettings(
+        target_trajectories=data.draw(st.integers(1, 6)),
+        gate=Gate(max_lag=1, min_fresh_fraction=0.5),
+        boundary=data.draw(st.sampled_from(list(Boundary))),
+        drop_no_signal=data.draw(st.booleans()),
+        length_bin_edges=(5, 8),
+    )
+    writers = [SegmentWriter(store, name) for name in "ab"]
+    made = planner(store, options)
+    step = 0
+    for version in range(data.draw(st.integers(1, 4))):
+        for index in data.draw(st.lists(st.integers(0, 9), max_size=4, unique=True)):
+            size = data.draw(st.integers(1, 4))
+            group = make_group(
+                index,
+                rewards=data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=size, max_size=size)),
+                statuses=data.draw(st.lists(st.sampled_from([OK, OK, BAD]), min_size=size, max_size=size)),
+                versions=[[max(0, version - n), version][: 1 + n % 2] * (1 + n) for n in range(size)],
+                created_at=version,
+            )
+            data.draw(st.sampled_from(writers)).append(group)
+        if data.draw(st.booleans()):
+            made = planner(store, options)
+        try:
+            plan = made.plan(step, version, timeout=0)
+        except PlanTimeoutError:
+            continue
+        state = SelectionState()
+        for earlier in range(step):
+            state.record(read_plan(store, earlier))
+        refs = LogReader(store).poll()
+        rows = Counter(ref.segment for ref in refs)
+        random.Random(0).shuffle(refs)
+        again = select(
+            refs, step=step, version=version, state=state, settings=options, segment_rows=rows
+        ).plan
+        assert again.to_bytes() == plan.to_bytes() == store.read(plan_key(step))
+        assert len(plan.rows) == options.target_trajectories
+        step += 1
+    counts = accounting.count(store)
+    assert counts.adds_up and counts.missing == 0 and counts.plans == step
+
+
+def test_an_existing_plan_is_read_not_made(store, make_group) -> None:
+    options = SelectionSettings(target_trajectories=2)
+    SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
+    first = planner(store, options).plan(0, 0, timeout=0)
+    restarted = planner(store, options)
+    assert restarted.plan(0, 99, timeout=0) == first, "the version it was made at stands"
+    assert set(ids(restarted.plan(1, 1, timeout=0))).isdisjoint(ids(first))
+    assert not create_plan(store, first)
+
+
+def test_a_gap_in_the_plans_is_an_error(store, make_group) -> None:
+    made = planner(store, SelectionSettings(target_trajectories=2))
+    SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
+    made.plan(5, 0, timeout=0)
+    with pytest.raises(PlanError, match=r"plans/00000004.json is missing .* --discard-plans-after 3"):
+        made.plan(4, 0, timeout=0)
+
+
+def test_discarded_plans_return_their_trajectories(store, make_group) -> None:
+    options = SelectionSettings(target_trajectories=2)
+    SegmentWriter(store, "w").append([row for index in range(3) for row in make_group(index)])
+    made = planner(store, options)
+    before = [made.plan(step, 0, timeout=0) for step in range(3)]
+    assert discard_plans_after(store, 0) == [1, 2] and plan_steps(store) == [0]
+    assert accounting.count(store).pending == 4
+    again = planner(store, options)
+    assert [again.plan(step, 0, timeout=0) for step in range(3)] == before
+
+
+def test_a_plan_whose_segment_is_gone_or_changed_says_the_way_out(store, make_group) -> None:
+    key = SegmentWriter(store, "w").append(make_group(0))
+    plan = planner(store, SelectionSettings(target_trajectories=2)).plan(3, 0, timeout=0)
+    assert [row.trajectory_id for _, row in load_rows(store, plan)] == ids(plan)
+    data = store.read(key)
+    store.delete(key)
+    with pytest.raises(PlanError, match=rf"plans/00000003.json trains on {key}.*--discard-plans-after 2"):
+        load_rows(store, plan)
+    assert accounting.count(store).missing == 2
+    other = SegmentWriter(store, "x").append(make_group(1))
+    store.put(key, store.read(other))
+    with pytest.raises(PlanError, match="expects 00000000/0 at row 0 .* holds 00000001/0"):
+        load_rows(store, plan)
+    store.put(key, data)
+    assert accounting.count(store).missing == 0
+
+
+def test_damaged_plans_are_named(store) -> None:
+    store.put(plan_key(4), b'{"step": 4}')
+    with pytest.raises(PlanError, match=r"plans/00000004.json is not a plan.*--discard-plans-after 3"):
+        read_plan(store, 4)
+
+
+def test_credits_follow_what_is_settled_so_drops_do_not_starve_workers(store, make_group) -> None:
+    made = planner(store, SelectionSettings(target_trajectories=2, drop_no_signal=True), outstanding=3)
+    assert made.open_credits() == 3 == granted(store)
+    writer = SegmentWriter(store, "w")
+    writer.append(make_group(0, rewards=[0, 1]))
+    writer.append([*make_group(1, rewards=[1, 1]), *make_group(2, rewards=[1, 1])])
+    assert made.open_credits() == 5, "two groups can never be drawn; one waits"
+    made.plan(0, 0, timeout=0)
+    assert granted(store) == 6
+    assert planner(store, made._settings, outstanding=3).open_credits() == 6, "a restart grants the same"
+
+
+def test_quarantined_rows_are_counted_and_do_not_hold_credits(store, make_group) -> None:
+    key = SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
+    store.put(key.replace("/w/", "/odd name/").replace(" ", "@"), store.read(key))
+    made = planner(store, SelectionSettings(target_trajectories=1), outstanding=1)
+    made.plan(0, 0, timeout=0)
+    assert list(made.quarantined) == ["trajectories/odd@name/00000000.parquet"]
+    counts = accounting.count(store)
+    assert counts.adds_up and counts.dropped == {"quarantined": 4} and counts.quarantined_segments == 1
+
+
+def test_wrong_settings_name_the_field() -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        SelectionSettings()
+    with pytest.raises(ValueError, match=r"min_valid_fraction: 2 "):
+        SelectionSettings(target_tokens=1, min_valid_fraction=2)
