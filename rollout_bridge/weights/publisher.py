@@ -10,10 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -42,6 +44,7 @@ class Publication:
         self.version = version
         self.step = step
         self._future = future
+        self._answered = False
 
     def done(self) -> bool:
         """Whether `result` returns, or raises, at once."""
@@ -49,7 +52,14 @@ class Publication:
 
     def result(self, timeout: float | None = None) -> Manifest:
         """The committed manifest. Raises what went wrong, `Superseded` included, or TimeoutError."""
-        return self._future.result(timeout)
+        concurrent.futures.wait([self._future], timeout)
+        self._answered = self._future.done()
+        return self._future.result(0)
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Waits for the end; raises what went wrong unless `result` has done so already."""
+        if not self._answered:
+            self.result(timeout)
 
     def stats(self, timeout: float | None = None) -> Stats:
         """Sizes of the committed version."""
@@ -101,7 +111,7 @@ class Publisher:
         The result (version 0: nothing published yet) goes to the other processes, for `join`.
         Raises `Superseded` if another trainer takes over at the same moment.
         """
-        owner = f"{socket.gethostname()} pid {os.getpid()}"
+        owner = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex[:8]}"
         self.join(commit.take_over(self._writer.store, owner=owner))
         return self.head
 
@@ -114,13 +124,15 @@ class Publisher:
     ) -> Publication:
         """Publishes `params` (path -> stacked float32 or bfloat16 array) as the version after the head.
 
-        Returns when all reads of `params` are dispatched. Waits for the publication before, raises its error.
+        Returns when all reads of `params` are dispatched. Waits for the publication before, and raises its
+        error unless its `result` has done so already; before its manifest is written a failure leaves nothing
+        behind, so that the next call may publish again.
         step: optimizer steps the parameters have seen. update_rms: of the master weights since the last
         publication, kept in the manifest.
         """
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            flight.result()
+            flight.settle()
         if self._failed is not None:
             raise RuntimeError("publisher: a publication failed; restart the trainer") from self._failed
         head = self.head
@@ -137,7 +149,7 @@ class Publisher:
         Raises RuntimeError if there is no head, or its chain was too broken to rebuild.
         """
         if self._flight is not None:
-            self._flight.result()
+            self._flight.settle()
         bits, _ = self._derivation(params)
         baseline = self._aligned_baseline(bits)
         if baseline is None:
@@ -148,11 +160,11 @@ class Publisher:
         return device_bits.equal(bits, baseline)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the publication in flight and raises its error; then stops the thread."""
+        """Waits for the publication in flight, raising an error nobody has seen; then stops the thread."""
         try:
             if self._flight is not None:
                 flight, self._flight = self._flight, None
-                flight.result(timeout)
+                flight.settle(timeout)
         finally:
             self._executor.shutdown(wait=False)
             self._writer.close()
