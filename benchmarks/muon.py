@@ -67,17 +67,16 @@ def update_program(optimizer: optax.GradientTransformation, params: Any, gradien
     return run
 
 
-def product_programs(rows: int, columns: int) -> dict[str, tuple[Callable[[], Any], int]]:
+def product_programs(matrices: int, rows: int, columns: int) -> dict[str, tuple[Callable[[], Any], int]]:
     """Returns, by product of the iteration: a program and its operations."""
     m, k = sorted((rows, columns))
     x, square = jnp.ones((m, k)) / k, jnp.ones((m, m)) / m
-    copies = 16
     products = {"x @ x.T": (x, x.T), "a @ a": (square, square), "b @ x": (square, x)}
 
     def program(left: jax.Array, right: jax.Array) -> tuple[Callable[[], Any], int]:
-        lefts = [left + i * 1e-6 for i in range(copies)]
+        lefts = [left + i * 1e-6 for i in range(matrices)]
         compiled = jax.jit(lambda lefts, right: [left @ right for left in lefts])
-        operations = copies * 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        operations = matrices * 2 * left.shape[0] * left.shape[1] * right.shape[1]
         return (lambda: compiled(lefts, right)), operations
 
     found = {name: program(*pair) for name, pair in products.items()}
@@ -104,7 +103,7 @@ def measure(*, matrices: int, rows: int, columns: int, repeats: int) -> dict[str
     keys = jax.random.split(jax.random.key(0))
     params = {PATH: 0.02 * jax.random.normal(keys[0], (matrices, rows, columns))}
     gradients = {PATH: 1e-3 * jax.random.normal(keys[1], (matrices, rows, columns))}
-    products = product_programs(rows, columns)
+    products = product_programs(matrices, rows, columns)
     updates = {name: update_program(tx, params, gradients) for name, tx in optimizers(params).items()}
     seconds = best_seconds(
         {**updates, **{name: program for name, (program, _) in products.items()}}, repeats=repeats
