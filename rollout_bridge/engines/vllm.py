@@ -1,14 +1,14 @@
-"""A `RolloutEngine` over vLLM's HTTP interface (0.32), with weight updates through `rollout_bridge.vllm_plugin`.
+"""A `RolloutEngine` over vLLM's HTTP interface (0.32), updated through `rollout_bridge.vllm_plugin`.
 
 An update: stage in the workers while tokens are made; then `/pause?mode=keep`, `/start_weight_update`,
-`/update_weights`, `/finish_weight_update` with the new version, `/resume`. Requests in flight go on, and their
-completions come back with version spans. After any exception in an update the engine is unhealthy for good: a
-reload that was begun cannot be retried, the server must be restarted from a fresh directory.
+`/update_weights`, `/finish_weight_update` with the new version, `/resume`. Requests in flight go on, and
+their completions come back with version spans. After any exception in an update the engine is unhealthy for
+good: a reload that was begun cannot be retried, the server must be restarted from a fresh directory.
 
-keep_kv: `/pause` gets `clear_cache=false`, so requests keep the keys and values of their old tokens, and every
-prompt carries its version as `cache_salt`. A request that was sent at one version but prefilled at a later one
-may meet blocks of the older policy; it shows in its first version span and `cached_tokens`, and is generated anew.
-recompute_kv: `/pause` preempts all requests and empties the cache; on `/resume` they are prefilled again.
+keep_kv: `/pause` gets `clear_cache=false`, so requests keep the keys and values of their old tokens, and
+every prompt carries its version as `cache_salt`. A request sent at one version but prefilled at a later one
+may meet blocks of the older policy; its first version span and `cached_tokens` show it, and it is generated
+anew. recompute_kv: `/pause` preempts all requests and empties the cache; `/resume` prefills them again.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class VllmEngine:
                 pause_ms = await self._swap(update.version)
         except BaseException as error:
             self._failure = (
-                f"vLLM at {self.url}: update to version {update.version} failed ({type(error).__name__}: {error}). "
-                "A reload cannot be repeated: restart the server from a directory materialised from the mirror"
+                f"vLLM at {self.url}: update to version {update.version} failed "
+                f"({type(error).__name__}: {error}). A reload cannot be repeated: restart the server from a "
+                "directory materialised from the mirror"
             )
             if isinstance(error, EngineError | TimeoutError):
                 raise EngineError(self._failure) from error
@@ -104,7 +105,7 @@ class VllmEngine:
         return UpdateReport(version=update.version, pause_ms=pause_ms, total_ms=total_ms, tensors=tensors)
 
     async def version(self) -> int | None:
-        """The version served now, None before the first. Raises `EngineError` if the server does not answer."""
+        """The version served now, None before the first. Raises `EngineError` if no server answers."""
         return parse_version((await self._call("GET", "/weight_info"))["weight_version"])
 
     async def set_version(self, version: int) -> None:
@@ -163,8 +164,9 @@ class VllmEngine:
             found = (version, first)
         raise EngineError(
             f"vLLM at {self.url}: request {request.request_id!r} met the prefix of an older policy "
-            f"{STALE_PREFIX_ATTEMPTS} times (last: sent at version {found[0]}, sampled at {found[1]}). Updates come "
-            "faster than prompts are admitted: publish less often, send fewer requests, or use recompute_kv"
+            f"{STALE_PREFIX_ATTEMPTS} times (last: sent at version {found[0]}, sampled at {found[1]}). "
+            "Updates come faster than prompts are admitted: publish less often, send fewer requests, or use "
+            "recompute_kv"
         )
 
     async def _admission_version(self, request: Request) -> int:
@@ -177,9 +179,9 @@ class VllmEngine:
                 return version
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"vLLM at {self.url}: request {request.request_id!r} waited {self._version_timeout:.0f} s for "
-                    f"version {wanted}, the server has {version}. See that the trainer publishes and that the "
-                    "sync agent of this host runs"
+                    f"vLLM at {self.url}: request {request.request_id!r} waited "
+                    f"{self._version_timeout:.0f} s for version {wanted}, the server has {version}. See that "
+                    "the trainer publishes and that the sync agent of this host runs"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -231,9 +233,7 @@ class VllmEngine:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(total=timeout or self._update_timeout)
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=limit
-            ) as response:
+            async with self._session.request(method, self.url + path, json=body, timeout=limit) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise EngineError(
@@ -243,6 +243,6 @@ class VllmEngine:
                 return json.loads(text) if response.content_type == "application/json" else text
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(
-                f"vLLM at {self.url}: {method} {path}: {type(error).__name__}: {error}. See whether the server "
-                "lives and what its log says"
+                f"vLLM at {self.url}: {method} {path}: {type(error).__name__}: {error}. See whether the "
+                "server lives and what its log says"
             ) from error

@@ -1,8 +1,8 @@
-"""vLLM 0.32's `/inference/v1/generate`: what is sent for a `Request`, and a `Completion` out of what comes back.
+"""vLLM 0.32's `/inference/v1/generate`: what is sent for a `Request`, and a `Completion` of what comes back.
 
-The endpoint takes and gives token ids and exists only with `--enable-scale-out`. Log-probabilities are those of
-the sampling distribution only with `--logprobs-mode processed_logprobs`. A log-probability of -9999 stands for
-NaN or minus infinity.
+The endpoint takes and gives token ids and exists only with `--enable-scale-out`. Log-probabilities are those
+of the sampling distribution only with `--logprobs-mode processed_logprobs`. A log-probability of -9999 stands
+for NaN or minus infinity.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ UNVERSIONED = "default"
 def generate_payload(request: Request, *, cache_salt: str | None) -> dict[str, Any]:
     """JSON body for one request.
 
-    Stops at `stop_ids` and nothing else, whatever the model's own end-of-sequence token is. `logprobs: 0` asks
-    for the sampled token's alone. cache_salt: prompts share cached prefixes only under the same salt.
+    Stops at `stop_ids` and nothing else, whatever the model's own end-of-sequence token is. `logprobs: 0`
+    asks for the sampled token's alone. cache_salt: prompts share cached prefixes only under the same salt.
     """
     payload: dict[str, Any] = {
         "request_id": request.request_id,
@@ -150,8 +150,8 @@ def _spans(raw: Sequence[Mapping[str, Any]], tokens: int, where: str) -> tuple[V
         version = parse_version(entry["version"])
         if version is None:
             raise EngineError(
-                f"{where}: tokens from weights without a version; the server was not started by its agent, which "
-                "sets the version before admitting requests"
+                f"{where}: tokens from weights without a version; the server was not started by its agent, "
+                "which sets the version before admitting requests"
             )
         spans.append(VersionSpan(version, int(entry["start"]), int(entry["end"])))
     edges = [0, *(span.end for span in spans)]

@@ -1,7 +1,7 @@
 """Start, watch and stop a vLLM server process group.
 
-The development endpoints that weight updates need (`VLLM_SERVER_DEV_MODE=1`) also let anyone who can connect call
-functions in the workers: the server binds a loopback address and nothing else is accepted.
+The development endpoints that weight updates need (`VLLM_SERVER_DEV_MODE=1`) also let anyone who can connect
+call functions in the workers: the server binds a loopback address and nothing else is accepted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VllmServerSettings:
 
     max_model_len: prompt and completion together. max_num_seqs: requests decoded at a time.
     dtype: of activations and unquantised weights.
-    kv_cache_gib: memory for keys and values; None lets vLLM take what is free, which on a shared CPU host fails.
+    kv_cache_gib: memory for keys and values; None lets vLLM take what is free (it refuses a shared CPU host).
     enforce_eager: no compilation and no CUDA graphs; right on CPUs.
     return_routed_experts: send expert choices (needs vLLM's model runner V2: a GPU, or triton-cpu).
     cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15"); "auto" takes all.
@@ -67,8 +67,8 @@ class VllmServer:
         """Raises `EngineError` for a host that is not a loopback address."""
         if settings.host != "localhost" and not _is_loopback(settings.host):
             raise EngineError(
-                f"host: {settings.host!r} is not a loopback address. The server's development endpoints run code "
-                "for whoever reaches them: use 127.0.0.1, and run rollout workers on this host"
+                f"host: {settings.host!r} is not a loopback address. The server's development endpoints run "
+                "code for whoever reaches them: use 127.0.0.1, and run rollout workers on this host"
             )
         self.settings = settings
         self.log = log
@@ -93,7 +93,7 @@ class VllmServer:
         """
         if self.alive:
             raise EngineError(f"vLLM at {self.url}: already runs (pid {self.pid}); stop it first")
-        self._check_port()
+        self.check_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with self.log.open("ab") as output:
@@ -148,7 +148,7 @@ class VllmServer:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            if time.monotonic() > deadline:  # unreaped zombies keep a group; they hold neither port nor memory
+            if time.monotonic() > deadline:  # unreaped zombies; they hold neither port nor memory
                 logger.warning("vLLM at %s: process group %d outlives SIGKILL", self.url, group)
                 return
             await asyncio.sleep(0.05)
@@ -201,7 +201,8 @@ class VllmServer:
             **self.settings.environment,
         }
 
-    def _check_port(self) -> None:
+    def check_port(self) -> None:
+        """Raises `EngineError` if the port is taken."""
         s = self.settings
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,9 +210,9 @@ class VllmServer:
                 probe.bind((s.host, s.port))
             except OSError as error:
                 raise EngineError(
-                    f"port {s.port} on {s.host} cannot be used for vLLM ({error.strerror}): another program listens "
-                    f"there, perhaps a server left over. End it (`ss -ltnp 'sport = :{s.port}'` shows it) or "
-                    "choose another port"
+                    f"port {s.port} on {s.host} cannot be used for vLLM ({error.strerror}): another program "
+                    f"listens there, perhaps a server left over. End it (`ss -ltnp 'sport = :{s.port}'` "
+                    "shows it) or choose another port"
                 ) from error
 
     async def _wait_healthy(self, began: float) -> None:
@@ -227,8 +228,8 @@ class VllmServer:
                     )
                 if time.monotonic() - began > self.settings.startup_timeout:
                     raise EngineError(
-                        f"vLLM at {self.url}: not healthy after {self.settings.startup_timeout:.0f} s. Raise the "
-                        f"start-up timeout, or see the cause in {self.log}:\n{self.excerpt()}"
+                        f"vLLM at {self.url}: not healthy after {self.settings.startup_timeout:.0f} s. Raise "
+                        f"the start-up timeout, or see the cause in {self.log}:\n{self.excerpt()}"
                     )
                 try:
                     await engine.version()
@@ -244,4 +245,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-

@@ -24,8 +24,8 @@ class MirrorTensors:
         view = MirrorView.open(directory)
         if view.version != version:
             raise ValueError(
-                f"mirror {directory}: holds version {view.version}, version {version} was asked for; the agent "
-                "must not move its mirror before an engine has taken the version it is at"
+                f"mirror {directory}: holds version {view.version}, version {version} was asked for; an "
+                "agent must not move its mirror before the engine has taken the version it is at"
             )
         # Copy-on-write pages: torch wants memory it may write to, and the file is never written.
         pages = np.memmap(directory / TENSORS, mode="c", dtype=np.uint8)
@@ -53,8 +53,8 @@ class MirrorTensors:
     def load(self, names: Iterable[str], *, native_fp8: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) pairs for `model.load_weights`.
 
-        native_fp8: codes and scales as stored, mapped, so that all workers of a host share one copy in the page
-            cache. Otherwise FP8 tensors come as BF16 and scales do not come.
+        native_fp8: codes and scales as stored, mapped, so that all workers of a host share one copy in the
+            page cache. Otherwise FP8 tensors come as BF16 and scales do not come.
         """
         for name in names:
             if native_fp8 or not (name in self._quantized or name in self._scales):

@@ -81,10 +81,7 @@ class Staging:
 
     def status(self) -> dict[str, Any]:
         """{"version", "state": "staging" | "ready" | "failed", "tensors", "seconds", "error"}."""
-        if self._thread.is_alive():
-            state = "staging"
-        else:
-            state = "failed" if self.error else "ready"
+        state = "staging" if self._thread.is_alive() else "failed" if self.error else "ready"
         return {
             "version": self.request.version,
             "state": state,
@@ -114,12 +111,12 @@ def repacked_experts(model: torch.nn.Module) -> Iterator[None]:
     """Let the routed experts reloaded inside be packed for the CPU kernel, as on a first load.
 
     vLLM 0.32 skips `fused_experts.process_weights_after_loading` once a layer has a kernel, so reloaded
-    experts would stay in checkpoint layout and be read as packed: finite numbers, all wrong. Without its kernel
-    a layer that is reloaded builds a new one, packing included; a layer that is not gets its old one back.
+    experts would stay in checkpoint layout and be read as packed: finite numbers, all wrong. Without its
+    kernel a layer that is reloaded builds a new one, packing included; one that is not gets its old one back.
     """
-    kernels = {}
+    kernels: dict[Any, Any] = {}
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             kernels[method] = method.moe_kernel
             method.moe_kernel = None
@@ -161,7 +158,8 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
     def start_weight_update(self) -> None:
         if self._staging is None or self._staging.status()["state"] != "ready":
             raise RuntimeError(
-                f"start_weight_update with staging {self.stage_status()}: stage a version and wait until it is ready"
+                f"start_weight_update with staging {self.stage_status()}: stage a version first, and wait "
+                "until it is ready"
             )
         initialize_layerwise_reload(self.model)
 
@@ -169,9 +167,9 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
         staging = self._staging
         if staging is None or staging.request.version != update_info.version:
             raise RuntimeError(f"version {update_info.version} asked for, staged is {self.stage_status()}")
-        packed_by_kernel = self.device.type == "cpu"
-        with repacked_experts(self.model) if packed_by_kernel else nullcontext():
-            loaded = self.model.load_weights(staging.weights)
+        model: Any = self.model  # vLLM's models have load_weights; torch's type does not say so
+        with repacked_experts(model) if self.device.type == "cpu" else nullcontext():
+            loaded = model.load_weights(staging.weights)
         if staging.weights and not loaded:
             raise RuntimeError(f"the model took none of the {len(staging.weights)} staged tensors")
 

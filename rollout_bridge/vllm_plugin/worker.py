@@ -12,12 +12,12 @@ from rollout_bridge.vllm_plugin.transfer import MirrorWeightTransferEngine, Stag
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-# vLLM imports this module before it creates the engine, so a source tree works without an installed entry point.
+# vLLM imports this module before it creates the engine: a source tree works without an installed entry point.
 register()
 
 
 class MirrorWorkerExtension:
-    """Mixed into the worker class by `--worker-extension-cls`. Method names must not occur in vLLM's worker."""
+    """Mixed into the worker class by `--worker-extension-cls`; its names must not occur in vLLM's worker."""
 
     weight_transfer_engine: WeightTransferEngine | None
 
@@ -25,8 +25,9 @@ class MirrorWorkerExtension:
         engine = self.weight_transfer_engine
         if not isinstance(engine, MirrorWeightTransferEngine):
             raise RuntimeError(
-                f"weight transfer engine is {type(engine).__name__}, expected MirrorWeightTransferEngine: start "
-                "the server with --weight-transfer-config naming the backend of rollout_bridge.vllm_plugin"
+                f"weight transfer engine is {type(engine).__name__}, expected MirrorWeightTransferEngine: "
+                "start the server with --weight-transfer-config naming the backend of "
+                "rollout_bridge.vllm_plugin"
             )
         return engine
 

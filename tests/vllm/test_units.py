@@ -1,6 +1,7 @@
 """An update loads whole vLLM leaf modules. Expected sets are read off vLLM's Glm4Moe by hand."""
 
 import pytest
+
 from rollout_bridge.vllm_plugin.units import unit_of, whole_units
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
     "use_qk_norm": True,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 4096,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
     "vocab_size": 512,

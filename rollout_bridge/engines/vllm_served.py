@@ -1,0 +1,189 @@
+"""A `RolloutEngine` that owns its vLLM server: starts it from a mirror, updates it, and starts it anew.
+
+Invariant: a server is served from only if it loaded a directory materialised from the mirror and every update
+since then succeeded. After a failed update, a death or silence `version()` is None; the sync agent then hands
+over the whole mirror, verified, and `update` starts a server from a fresh directory of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout_bridge.engines.protocol import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    KvPolicy,
+    Purpose,
+    Request,
+    UpdateReport,
+)
+from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
+from rollout_bridge.weights.materialize import EngineFormat, materialize
+from rollout_bridge.weights.mirror_view import MirrorView
+from rollout_bridge.weights.update import Update
+
+logger = logging.getLogger(__name__)
+
+RESTART_ATTEMPTS = 3
+ANSWER_SECONDS = 60.0
+MISSED_ANSWERS = 3
+
+
+class ServerFailed(RuntimeError):
+    """The server cannot be started; the message names port, log and remedy. Not worth another attempt."""
+
+
+class ServedVllm:
+    """directory: holds `engine/` (materialised versions), `vllm.log` and, while a server admits requests,
+    `ready.json` {"url", "pid", "version", "kv_policy"}: the version it was started from, not the current one.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        settings: VllmServerSettings,
+        directory: Path,
+        *,
+        kv_policy: KvPolicy,
+        engine_format: EngineFormat,
+    ) -> None:
+        self.server = VllmServer(settings, directory / "vllm.log")
+        self.starts = 0
+        self._directory = directory
+        self._format: EngineFormat = engine_format
+        self._kv_policy = kv_policy
+        self._engine = VllmEngine(self.server.url, kv_policy=kv_policy)
+        self._serving = False
+        self._missed = 0
+        self._failed_starts = 0
+        self._ready_file.unlink(missing_ok=True)
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return await self._engine.generate(requests)
+
+    async def version(self) -> int | None:
+        """None when there is no server to trust. A server that does not answer three times is given up."""
+        if self._serving and not self.server.alive:
+            self._give_up(f"its server ended; from {self.server.log}:\n{self.server.excerpt()}")
+        if not self._serving:
+            return None
+        try:
+            version = await asyncio.wait_for(self._engine.version(), ANSWER_SECONDS)
+        except (EngineError, TimeoutError) as error:
+            self._missed += 1
+            if self._missed < MISSED_ANSWERS and self.server.alive:
+                raise EngineError(f"vLLM at {self.server.url}: no answer ({error}); asking again") from error
+            self._give_up(f"no answer {self._missed} times ({error})")
+            return None
+        self._missed = 0
+        return version
+
+    async def update(self, update: Update) -> UpdateReport:
+        """Update the server in flight; or start one from the mirror if there is none to trust.
+
+        Raises `EngineError` if the update fails (the next call starts anew), `ServerFailed` if no server can
+        be started. After a start `pause_ms` is how long that took.
+        """
+        if not (self._serving and self.server.alive):
+            return await self._start(update)
+        try:
+            return await self._engine.update(update)
+        except BaseException:
+            self._give_up(f"the update to version {update.version} failed")
+            raise
+
+    async def health(self) -> Health:
+        if not self._serving:
+            return Health(ready=False, version=None, reason=f"vLLM at {self.server.url}: no server yet")
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Stop the server with all its processes."""
+        self._serving = False
+        self._ready_file.unlink(missing_ok=True)
+        await self._engine.close()
+        await self.server.stop()
+
+    @property
+    def _ready_file(self) -> Path:
+        return self._directory / "ready.json"
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("vLLM at %s: %s. It will be started anew from the mirror", self.server.url, reason)
+        self._serving = False
+        self._ready_file.unlink(missing_ok=True)
+
+    async def _start(self, update: Update) -> UpdateReport:
+        began = time.perf_counter()
+        await self.server.stop()
+        loaded = await asyncio.to_thread(self._materialize, update)
+        try:
+            await self.server.start(loaded, update.version)
+            self._engine.restarted()
+            await self._warm_up()
+        except EngineError as error:
+            await self.server.stop()
+            self._failed_starts += 1
+            if self.starts == 0 or self._failed_starts >= RESTART_ATTEMPTS:
+                raise ServerFailed(str(error)) from error
+            raise
+        self.starts += 1
+        self._failed_starts = self._missed = 0
+        self._serving = True
+        self._write_ready(update.version)
+        await asyncio.to_thread(self._remove_others, loaded)
+        elapsed_ms = (time.perf_counter() - began) * 1e3
+        return UpdateReport(
+            version=update.version, pause_ms=elapsed_ms, total_ms=elapsed_ms, tensors=len(update.changed)
+        )
+
+    def _materialize(self, update: Update) -> Path:
+        view = MirrorView.open(update.mirror)
+        if view.version != update.version:
+            raise EngineError(
+                f"mirror {update.mirror}: holds version {view.version}, the update is to {update.version}: "
+                "the mirror moved before the engine had taken the update; hand over its current version"
+            )
+        return materialize(view, self._directory / "engine", self._format)
+
+    def _remove_others(self, kept: Path) -> None:
+        for other in kept.parent.iterdir():
+            if other != kept:
+                shutil.rmtree(other)
+
+    async def _warm_up(self) -> None:
+        """One token, so that nothing is compiled in the first rollout, and a broken endpoint is found now."""
+        request = Request(
+            request_id="warm-up",
+            prompt_ids=[0],
+            max_tokens=1,
+            temperature=1.0,
+            seed=0,
+            stop_ids=(),
+            purpose=Purpose.EVAL,
+        )
+        completion = (await self._engine.generate([request]))[0]
+        if completion.finish_reason is not FinishReason.LENGTH:
+            raise EngineError(f"vLLM at {self.server.url}: warm-up ended with {completion.finish_reason}")
+
+    def _write_ready(self, version: int) -> None:
+        content = {
+            "url": self.server.url,
+            "pid": self.server.pid,
+            "version": version,
+            "kv_policy": self._kv_policy.value,
+        }
+        temporary = self._ready_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, self._ready_file)

@@ -1,0 +1,218 @@
+"""`serve` as a process of its own: store -> mirror -> a real server, an update that fails, and the end.
+
+The oracle of updated weights is the server that replaces the updated one: it loads the same from files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rollout_bridge import serve as serving
+from rollout_bridge.engines.protocol import EngineError, KvPolicy, Request, VersionSpan
+from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge.serve import ServeError, ServeSettings, serve
+from rollout_bridge.store import Store
+from rollout_bridge.weights import run as runs
+from rollout_bridge.weights.publisher import Publisher
+from rollout_bridge.weights.run import RunInfo
+from tests.vllm import tiny_model
+from tests.vllm.conftest import free_port
+
+SERVE = """
+import logging, pathlib, sys
+from rollout_bridge.serve import ServeSettings, serve
+from rollout_bridge.weights.agent import AgentSettings
+logging.basicConfig(level=logging.INFO)
+serve(ServeSettings(store=sys.argv[1], state_directory=pathlib.Path(sys.argv[2]), agent_id="host-a",
+    port=int(sys.argv[3]), max_model_len=2048, max_num_seqs=16, kv_cache_gib=0.25, startup_timeout=300,
+    first_version_timeout=60, agent=AgentSettings(poll=0.1, retry=0.1)))
+"""
+DEADLINE = 400.0
+
+Params = dict[str, np.ndarray]
+
+
+def initial(run: RunInfo) -> Params:
+    random = np.random.default_rng(1)
+    return {
+        path: (
+            1 + 0.1 * random.standard_normal(shape)
+            if "norm" in path
+            else 2 * shape[-2 if len(shape) > 1 else -1] ** -0.5 * random.standard_normal(shape)
+        ).astype(np.float32)
+        for path, shape in ((path, stacked_shape(group)) for path, group in paths(run.sources).items())
+    }
+
+
+def nudged(params: Params, seed: int, *, only: str = "") -> Params:
+    """A change that shows: a fifth of each parameter's own size."""
+    random = np.random.default_rng(seed)
+    return {
+        path: array + 0.2 * array.std() * random.standard_normal(array.shape).astype(np.float32)
+        if only in path
+        else array
+        for path, array in params.items()
+    }
+
+
+def until(what: str, condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
+    began = time.monotonic()
+    while not (found := condition()):
+        assert process.poll() is None, f"serve ended with {process.returncode} before {what}"
+        assert time.monotonic() - began < DEADLINE, f"no {what} in {DEADLINE} s"
+        time.sleep(0.1)
+    return found
+
+
+def read(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+async def portrait(url: str) -> tuple[list[Any], dict[str, str]]:
+    """Tokens and log-probabilities of three greedy completions, and the SHA-256 of the model's parameters.
+
+    vLLM keeps no parameter of a linear layer that it packed for a CPU: those show in the completions alone.
+    """
+    engine = VllmEngine(url)
+    completions = []
+    for shift in range(3):
+        request = Request(
+            request_id="r",
+            prompt_ids=[7 + shift, 9, 100, 30 + shift],
+            max_tokens=16,
+            temperature=0.0,
+            seed=0,
+            stop_ids=(),
+        )
+        (completion,) = await engine.generate([request])
+        completions.append((completion.token_ids.tolist(), completion.logprobs.tolist()))
+    checksums = (await engine._call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+    await engine.close()
+    return completions, checksums
+
+
+async def begin_reload(url: str, version: int, mirror: Path) -> None:
+    """Leave a reload session open, which makes the next update fail inside its pause."""
+    engine = VllmEngine(url)
+    await engine._rpc("mirror_stage", json.dumps({"version": version, "mirror": str(mirror), "changed": []}))
+    await engine._call("POST", "/start_weight_update")
+    await engine.close()
+
+
+async def complete(url: str) -> tuple[VersionSpan, ...]:
+    engine = VllmEngine(url)
+    request = Request(request_id="r", prompt_ids=[3, 4], max_tokens=4, temperature=1.0, seed=0, stop_ids=())
+    (completion,) = await engine.generate([request])
+    await engine.close()
+    return completion.spans
+
+
+@pytest.mark.vllm
+def test_a_server_follows_the_chain_survives_a_failed_update_and_ends_on_sigterm(tmp_path: Path) -> None:
+    url, state, port = f"file://{tmp_path}/store", tmp_path / "state", free_port()
+    store = Store.open(url)
+    run = runs.create_or_join(store, tiny_model.run_info())
+    publisher = Publisher(store, run=run, full_every=100)
+    publisher.take_over()
+    params = initial(run)
+
+    def publish(tree: Params, step: int) -> int:
+        arrays = {path: jax.numpy.asarray(array) for path, array in tree.items()}
+        return publisher.publish(arrays, step=step).result(60).version
+
+    assert publish(params, 1) == 1
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, url, str(state), str(port)],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    try:
+        ready = until("server", lambda: read(state / "ready.json"), process)
+        assert ready["url"] == f"http://127.0.0.1:{port}"
+        assert asyncio.run(complete(ready["url"])) == (VersionSpan(1, 0, 4),)
+        first = asyncio.run(portrait(ready["url"]))
+
+        def acknowledged(version: int) -> Any:
+            ack = store.read_json("weights/acks/host-a.json")
+            return ack if isinstance(ack, dict) and ack["version"] == version else None
+
+        for version, only in ((2, ""), (3, "experts"), (4, "experts/up_proj"), (5, "k_proj/bias")):
+            params = nudged(params, version, only=only)
+            assert publish(params, version) == version
+            ack = until(f"version {version}", lambda v=version: acknowledged(v), process)
+            assert ack["errors"] == 0
+        assert read(state / "ready.json") == ready, "the server of version 1 serves version 5"
+        assert asyncio.run(complete(ready["url"])) == (VersionSpan(5, 0, 4),)
+        updated = asyncio.run(portrait(ready["url"]))
+        assert updated[0] != first[0]
+        assert updated[1] != first[1]
+
+        asyncio.run(begin_reload(ready["url"], 5, state / "mirror"))
+        assert publish(params, 6) == 6  # the same parameters: what is served must not differ
+        ack = until("version 6", lambda: acknowledged(6), process)
+        assert ack["errors"] == 1
+        again = until("another server", lambda: read(state / "ready.json"), process)
+        assert again["pid"] != ready["pid"]
+        assert again["version"] == 6
+        assert asyncio.run(portrait(again["url"])) == updated
+
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        with pytest.raises(ProcessLookupError):
+            os.killpg(again["pid"], 0)
+        assert not (state / "ready.json").exists()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    finally:
+        publisher.close()
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+
+
+def test_a_busy_port_ends_serving_before_the_store_is_opened(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        settings = ServeSettings(
+            store="no such scheme://x",
+            state_directory=tmp_path,
+            agent_id="a",
+            port=other.getsockname()[1],
+        )
+        with pytest.raises(EngineError, match=rf"port {settings.port} .*choose another port"):
+            serve(settings)
+
+
+def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    settings = ServeSettings(
+        store=f"file://{tmp_path}/store",
+        state_directory=tmp_path / "state",
+        agent_id="a",
+        port=free_port(),
+        first_version_timeout=0.3,
+    )
+    with pytest.raises(ServeError, match=r"store/: no policy version after 0 s \(weights/latest.*trainer"):
+        serve(settings)
+
+
+def test_kv_cache_is_bounded_on_a_cpu_and_free_on_a_gpu(tmp_path: Path) -> None:
+    settings = ServeSettings(store="x", state_directory=tmp_path, agent_id="a", kv_policy=KvPolicy.RECOMPUTE)
+    on_cpu = serving.server_settings(settings, on_gpu=False)
+    on_gpu = serving.server_settings(settings, on_gpu=True)
+    assert (on_cpu.kv_cache_gib, on_cpu.enforce_eager) == (1.0, True)
+    assert (on_gpu.kv_cache_gib, on_gpu.enforce_eager) == (None, False)

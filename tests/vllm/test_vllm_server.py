@@ -1,0 +1,116 @@
+"""Servers that do not come up say so, with port, log and remedy, and leave no process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_bridge.engines.protocol import EngineError
+from rollout_bridge.engines.vllm_server import VllmServer
+from tests.vllm.conftest import free_port, server_settings
+
+
+def start(server: VllmServer, directory: Path) -> None:
+    asyncio.run(server.start(directory, 1))
+
+
+def assert_no_process(server: VllmServer) -> None:
+    assert server.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.pid, 0)
+
+
+def test_a_busy_port_is_found_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        server = VllmServer(server_settings(port=port), tmp_path / "vllm.log")
+        with pytest.raises(EngineError, match=f"port {port} on 127.0.0.1.*choose another port"):
+            start(server, tmp_path)
+    assert server.pid is None
+
+
+def test_a_server_that_dies_names_its_log_and_the_cause_in_it(tmp_path: Path) -> None:
+    """The environment makes the interpreter fail at once: no need to load vLLM for that."""
+    broken = tmp_path / "site"
+    (broken / "vllm").mkdir(parents=True)
+    (broken / "vllm" / "__init__.py").write_text("raise RuntimeError('the kernels are gone')")
+    settings = server_settings(environment={"PYTHONPATH": os.pathsep.join([str(broken), os.getcwd()])})
+    server = VllmServer(settings, tmp_path / "logs" / "vllm.log")
+    with pytest.raises(EngineError) as raised:
+        start(server, tmp_path)
+    message = str(raised.value)
+    assert f"http://127.0.0.1:{settings.port}" in message
+    assert "ended with status 1" in message
+    assert str(tmp_path / "logs" / "vllm.log") in message
+    assert "RuntimeError: the kernels are gone" in message
+    assert_no_process(server)
+
+
+def test_a_server_that_is_not_healthy_in_time_is_ended(tmp_path: Path) -> None:
+    slow = tmp_path / "site"
+    (slow / "vllm").mkdir(parents=True)
+    (slow / "vllm" / "__init__.py").write_text(
+        "print('still importing', flush=True); import time; time.sleep(99)"
+    )
+    settings = server_settings(
+        startup_timeout=2.0, environment={"PYTHONPATH": os.pathsep.join([str(slow), os.getcwd()])}
+    )
+    server = VllmServer(settings, tmp_path / "vllm.log")
+    with pytest.raises(EngineError, match=rf"{settings.port}: not healthy after 2 s.*start-up timeout"):
+        start(server, tmp_path)
+    assert_no_process(server)
+
+
+def test_a_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """SIGKILL gives the parent no chance to stop it; the kernel tells the server."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("import time; time.sleep(99)")
+    program = f"""
+import asyncio, pathlib
+from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
+settings = VllmServerSettings(port={free_port()}, environment={{"PYTHONPATH": {str(tmp_path)!r} + ":."}})
+server = VllmServer(settings, pathlib.Path({str(tmp_path / "log")!r}))
+async def main():
+    starting = asyncio.create_task(server.start(pathlib.Path("."), 1))
+    while server.pid is None or b"vllm.entrypoints" not in pathlib.Path(f"/proc/{{server.pid}}/cmdline").read_bytes():
+        await asyncio.sleep(0.02)
+    print(server.pid, flush=True)
+    await starting
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert _runs(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    while _runs(pid):
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "example.org", ""])
+def test_only_a_loopback_address_is_taken(host: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="not a loopback address"):
+        VllmServer(server_settings(host=host), tmp_path / "log")
+
+
+def test_free_ports_are_accepted(tmp_path: Path) -> None:
+    VllmServer(server_settings(port=free_port()), tmp_path / "log").check_port()
