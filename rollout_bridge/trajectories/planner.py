@@ -67,12 +67,10 @@ class Planner:
         return dict(self._reader.quarantined)
 
     def plan(self, step: int, version: int, *, timeout: float, target_tokens: int | None = None) -> Plan:
-        """The plan of `step`: the one in the store, else a new one at trainer version `version`, durable on
-        return. `target_tokens`: of this step and later ones, instead of the target of the settings (batch-size
-        warm-up).
+        """The plan of `step`: that in the store, else a new one at trainer version `version`, then durable.
 
-        Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans have
-        passed.
+        target_tokens: of this step and later ones, instead of the settings' target (batch-size warm-up).
+        Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans passed.
         """
         existing = read_plan(self._store, step)
         if existing is not None:

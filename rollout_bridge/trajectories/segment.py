@@ -107,7 +107,7 @@ def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) ->
         }
     )
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue()
 
 
@@ -149,7 +149,7 @@ def row_count(data: bytes) -> int:
 
 def _open(data: bytes) -> pq.ParquetFile:
     try:
-        parquet = pq.ParquetFile(io.BytesIO(data))
+        parquet = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SegmentError(f"{len(data)} bytes are not a Parquet file: {error}") from error
     metadata = parquet.metadata

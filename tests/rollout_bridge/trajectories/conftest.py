@@ -21,7 +21,7 @@ def store() -> Store:
 
 @pytest.fixture(scope="session")
 def make_group() -> MakeGroup:
-    """A group of prompt `index`: answers of `lengths` tokens (or one for each of `versions`) after 2 of prompt."""
+    """A group of prompt `index`: answers of `lengths` tokens (or one a version) after 2 of prompt."""
 
     def make(
         index: int,

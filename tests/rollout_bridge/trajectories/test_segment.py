@@ -102,6 +102,19 @@ def test_damaged_bytes_raise_segment_error_or_decode_to_checked_rows(make_group,
         segment.encode(rows, writer="w", sequence=0)  # whatever is let through keeps the schema
 
 
+def test_a_flipped_bit_in_the_tokens_is_noticed(make_group) -> None:
+    good = segment.encode(make_group(0, lengths=[30, 30]), writer="w", sequence=0)
+    row_group = pq.read_metadata(io.BytesIO(good)).row_group(0)
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    [tokens] = [column for column in columns if column.path_in_schema.startswith("token_ids")]
+    end = tokens.dictionary_page_offset + tokens.total_compressed_size
+    for position in range(end - 12, end):
+        bad = bytearray(good)
+        bad[position] ^= 4
+        with pytest.raises(segment.SegmentError):
+            segment.decode(bytes(bad))
+
+
 def test_footer_must_agree_with_the_rows(make_group, monkeypatch) -> None:
     with monkeypatch.context() as lying:
         lying.setattr(segment.json, "dumps", lambda _: "[5]")

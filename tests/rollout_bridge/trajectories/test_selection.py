@@ -107,7 +107,9 @@ def test_each_step_draws_evenly_from_length_bins_over_time(store, make_group) ->
     for index in range(6):
         writer.append(make_group(index, rewards=[0, 1, 0], lengths=[1, 1, 20], created_at=index))
     made = planner(store, SelectionSettings(target_trajectories=3, length_bin_edges=(10,)))
-    longs = [sum(row.tokens > 10 for row in made.plan(step, 0, timeout=0).rows) for step in range(4)]
+    plans = [made.plan(step, 0, timeout=0) for step in range(4)]
+    assert len({name for plan in plans for name in ids(plan)}) == 12, "no trajectory twice"
+    longs = [sum(row.tokens > 10 for row in plan.rows) for plan in plans]
     assert longs == [1, 2, 1, 2], "half of the draws are long while both bins last, the odd one in turn"
 
 
