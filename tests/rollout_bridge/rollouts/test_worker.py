@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import threading
 import time
 import uuid
@@ -115,6 +117,21 @@ def test_it_ends_when_the_trainer_has_finished_and_releases_its_claims(
     assert (another[1] if another else ()) == tuple(sorted({0, 1} - finished)), (
         "at once, without waiting for the lease"
     )
+
+
+def test_sigterm_flushes_and_ends(store, engine, environment, tokenizer) -> None:
+    grant(store, 1)
+    options = replace(SETTINGS, segment_groups=9, flush_seconds=600.0)
+
+    async def main():
+        worker = RolloutWorker(store, engine, environment, tokenizer, options, "w")
+        task = asyncio.create_task(worker.run())
+        await until(lambda: task.done() or worker._buffer)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await asyncio.wait_for(task, 30)
+
+    report = asyncio.run(main())
+    assert (report.groups, report.segments) == (1, 1) and len(rows(store)) == 4
 
 
 def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(

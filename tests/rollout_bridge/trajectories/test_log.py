@@ -37,6 +37,13 @@ def test_two_writers_with_one_id_overwrite_nothing(store, make_group) -> None:
     assert {ref.prompt_index for ref in LogReader(store).poll()} == {0, 1}
 
 
+def test_a_create_whose_answer_got_lost_is_not_written_again(store, make_group, monkeypatch) -> None:
+    create = store.create
+    monkeypatch.setattr(store, "create", lambda key, data: create(key, data) and False)
+    assert SegmentWriter(store, "w").append(make_group(0)) == "trajectories/w/00000000.parquet"
+    assert len(LogReader(store).poll()) == 2
+
+
 def test_evaluation_rows_stay_out_of_the_training_log(store, make_group, caplog) -> None:
     rows = [dataclasses.replace(row, purpose="eval") for row in make_group(0)]
     with pytest.raises(segment.SegmentError, match="'eval'"):

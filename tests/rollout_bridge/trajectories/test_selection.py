@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories import accounting
+from rollout_bridge.trajectories import accounting, segment
 from rollout_bridge.trajectories.claims import granted
 from rollout_bridge.trajectories.gate import Gate
 from rollout_bridge.trajectories.groups import Boundary
@@ -226,11 +226,13 @@ def test_credits_follow_what_is_settled_so_drops_do_not_starve_workers(store, ma
 
 
 def test_quarantined_rows_are_counted_and_do_not_hold_credits(store, make_group) -> None:
-    key = SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
-    store.put(key.replace("/w/", "/odd name/").replace(" ", "@"), store.read(key))
+    SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
+    misplaced = segment.encode([*make_group(5), *make_group(6)], writer="w", sequence=0)
+    store.put("trajectories/odd@name/00000000.parquet", misplaced)
     made = planner(store, SelectionSettings(target_trajectories=1), outstanding=1)
     made.plan(0, 0, timeout=0)
     assert list(made.quarantined) == ["trajectories/odd@name/00000000.parquet"]
+    assert granted(store) == 2 + 1, "two groups lost, two live, one may be outstanding"
     counts = accounting.count(store)
     assert counts.adds_up and counts.dropped == {"quarantined": 4} and counts.quarantined_segments == 1
 
