@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import tensorstore as ts
@@ -38,7 +38,7 @@ class Store:
         self._kvstore = kvstore
 
     @classmethod
-    def open(cls, url: str, *, probe: bool = True, timeout: float = 60.0) -> Store:
+    def open(cls, url: str, *, probe: bool = True, timeout: float = 60.0) -> Self:
         """Opens `url`: file:///absolute/directory, a plain path, gs://bucket/path, s3://bucket/path or memory://name.
 
         probe: write and delete one small key to prove conditional create and compare-and-swap. A reader

@@ -101,6 +101,10 @@ class Publisher:
         self._failed: BaseException | None = None
 
     @property
+    def run(self) -> RunInfo:
+        return self._writer.run
+
+    @property
     def head(self) -> Latest:
         """The head this publisher goes on from; version 0 if nothing is published yet."""
         return self._writer.head

@@ -5,10 +5,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rollout_bridge.delta import conditional_entropy_bytes
+from rollout_bridge.names.base import paths
 from rollout_bridge.quantization.host import NonFiniteError
+from rollout_bridge.quantization.plan import scale_name
+from rollout_bridge.store import StoreError
+from rollout_bridge.weights import device_bits
 from rollout_bridge.weights.manifest import Kind
 from rollout_bridge.weights.publisher import Compaction
 from tests.rollout_bridge.weights import tiny
+
+CORRECTION = "moe/mlp/router/correction_bias"
 
 
 def test_every_version_of_a_chain_arrives_bit_for_bit(tmp_path):
@@ -63,7 +70,8 @@ def sharded(tree, mesh_shape, names, axis_type):
 def test_eight_devices_publish_the_same_bits_and_digests_as_one(axis_type, tmp_path):
     stores = [tiny.open_store(f"{tmp_path.name}-{count}") for count in (1, 8)]
     one, eight = (tiny.publisher(store) for store in stores)
-    one.take_over(), eight.take_over()
+    one.take_over()
+    eight.take_over()
     reader = tiny.subscriber(stores[1], tmp_path / "mirror")
     tree = tiny.params()
     for number in range(1, 4):
@@ -78,18 +86,15 @@ def test_eight_devices_publish_the_same_bits_and_digests_as_one(axis_type, tmp_p
         tiny.assert_holds(reader, tree)
     experts = spread.tensors["model.layers.1.mlp.experts.3.gate_proj.weight"].blobs
     assert len(experts) == 4 and {piece.rectangle[1] for piece in experts} == {(0, 32)}
-    one.close(), eight.close()
+    one.close()
+    eight.close()
 
 
 def test_changes_picked_out_on_the_device_are_those_found_on_the_host(tmp_path, monkeypatch):
-    from rollout_bridge.weights import device_bits
-
     monkeypatch.setattr(device_bits, "_CHUNK_ELEMENTS", 3000)  # several chunks a stack
     monkeypatch.setattr(device_bits, "_SMALL_ELEMENTS", 1000)
     stores = [tiny.open_store(f"{tmp_path.name}-{kind}") for kind in Compaction]
-    made = [
-        tiny.publisher(store, compaction=kind) for store, kind in zip(stores, Compaction, strict=True)
-    ]
+    made = [tiny.publisher(store, compaction=kind) for store, kind in zip(stores, Compaction, strict=True)]
     tree = tiny.params()
     for trainer in made:
         trainer.take_over()
@@ -102,3 +107,173 @@ def test_changes_picked_out_on_the_device_are_those_found_on_the_host(tmp_path, 
             assert other.model_dump(exclude={"run_id", "parent"}) == first
     for trainer in made:
         trainer.close()
+
+
+def test_the_statistics_are_those_of_the_whole_arrays(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    before, after = tiny.params(), tiny.step(tiny.params(), 1)
+    trainer.publish(tiny.on_device(before), step=1)
+    manifest = trainer.publish(tiny.on_device(after), step=2, update_rms=2e-4).result(60)
+    trainer.close()
+    run = trainer.run
+    old, new = tiny.canonical(run, before), tiny.canonical(run, after)
+    changed = sum(int((old[name] != new[name]).sum()) for name in old)
+    assert manifest.stats.changed_fraction == changed / sum(bits.size for bits in old.values())
+    assert manifest.stats.full_bytes_bf16 == 2 * sum(array.size for array in before.values())
+    assert manifest.stats.update_rms == 2e-4
+    directory = manifest.ref.directory
+    blobs = [key for key in store.list(directory) if key.endswith(".blob")]
+    assert manifest.stats.delta_bytes == sum(len(store.read(key) or b"") for key in blobs)
+    reference = 0.0
+    for group in paths(run.sources).values():
+        for rename in (str, scale_name):
+            names = [rename(source.name) for source in group if rename(source.name) in old]
+            if names:
+                stacks = (np.stack([tree[name] for name in names]) for tree in (old, new))
+                reference += conditional_entropy_bytes(*stacks)
+    assert manifest.stats.reference_bytes == pytest.approx(reference)
+
+
+def test_parameters_may_be_donated_as_soon_as_publish_returns(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    tree = tiny.params()
+    params = tiny.on_device(tree)
+    overwrite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: leaf * 0 + 7, leaves), donate_argnums=0)
+    publication = trainer.publish(params, step=1)
+    overwrite(params)
+    assert all(leaf.is_deleted() for leaf in params.values())
+    publication.result(60)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, tree)
+    trainer.close()
+
+
+def test_weights_that_are_not_finite_are_refused_and_the_next_are_published(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    tree = tiny.params()
+    trainer.publish(tiny.on_device(tree), step=1).result(60)
+    bad = {path: array.copy() for path, array in tree.items()}
+    bad["moe/mlp/experts/up_proj"][0, 2, 5, 7] = np.nan
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight: 1 weights"):
+        trainer.publish(tiny.on_device(bad), step=2).result(60)
+    assert trainer.head.version == 1
+    good = tiny.step(tree, 3)
+    assert trainer.publish(tiny.on_device(good), step=3).result(60).version == 2
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, good)
+    trainer.close()
+
+
+def test_an_error_nobody_waited_for_is_raised_by_the_next_publish(tmp_path):
+    trainer = tiny.publisher(tiny.open_store(tmp_path.name))
+    trainer.take_over()
+    tree = tiny.params()
+    tree["final_norm"][0] = np.inf
+    trainer.publish(tiny.on_device(tree), step=1)
+    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
+        trainer.publish(tiny.on_device(tiny.params()), step=2)
+    assert trainer.publish(tiny.on_device(tiny.params()), step=3).result(60).version == 1
+    trainer.close()
+
+
+def test_parameters_that_do_not_fit_are_named(tmp_path):
+    trainer = tiny.publisher(tiny.open_store(tmp_path.name))
+    with pytest.raises(RuntimeError, match="take_over"):
+        trainer.publish(tiny.on_device(tiny.params()), step=1)
+    trainer.take_over()
+    tree = tiny.on_device(tiny.params())
+    missing = {path: array for path, array in tree.items() if path != "embedding"}
+    with pytest.raises(ValueError, match=r"parameter embedding: found none, expected shape \(64, 32\)"):
+        trainer.publish(missing, step=1)
+    with pytest.raises(ValueError, match=r"parameter final_norm: found shape \(3,\), expected shape \(32,\)"):
+        trainer.publish(tree | {"final_norm": jax.numpy.zeros(3)}, step=1)
+    with pytest.raises(RuntimeError, match="nothing to compare with at version 0"):
+        trainer.verify_head(tree)
+
+
+def test_a_restart_on_another_mesh_goes_on_from_the_head(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    trees = [tiny.params()]
+    for number in range(1, 4):
+        trees.append(tiny.step(trees[-1], number))
+        trainer.publish(tiny.on_device(trees[number]), step=number)
+    trainer.close()
+    restarted = tiny.publisher(store)
+    head = restarted.take_over()
+    assert (head.version, head.step, head.incarnation) == (3, 3, 2)
+    assert restarted.verify_head(sharded(trees[3], (2, 4), ("a", "b"), AxisType.Auto))
+    assert not restarted.verify_head(tiny.on_device(trees[2]))
+    bfloat16 = {path: array.astype(jax.numpy.bfloat16) for path, array in tiny.on_device(trees[3]).items()}
+    assert restarted.verify_head(bfloat16 | {CORRECTION: jax.numpy.asarray(trees[3][CORRECTION])})
+    tree = tiny.step(trees[3], 4)
+    manifest = restarted.publish(sharded(tree, (2, 4), ("a", "b"), AxisType.Auto), step=4).result(60)
+    assert manifest.kind is Kind.DELTA and manifest.stats.reference_bytes > 0
+    assert (manifest.version, manifest.incarnation) == (4, 2)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, tree)
+    restarted.close()
+
+
+def test_two_processes_write_their_shards_and_one_commits(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    devices = jax.devices()
+    pair = [
+        tiny.publisher(store, process=process, processes=2, devices=devices[4 * process : 4 * process + 4])
+        for process in range(2)
+    ]
+    head = pair[0].take_over()
+    pair[1].join(head)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    tree = tiny.params()
+    for number in range(1, 4):
+        tree = tiny.step(tree, number)
+        params = sharded(tree, (2, 4), ("a", "b"), AxisType.Auto)
+        publications = [process.publish(params, step=number) for process in pair]
+        manifests = [publication.result(60) for publication in publications]
+        assert manifests[0] == manifests[1]
+        writers = {piece.key[:5] for entry in manifests[0].tensors.values() for piece in entry.blobs}
+        assert writers == {"00000", "00001"}
+        reader.advance()
+        tiny.assert_holds(reader, tree)
+    for process in pair:
+        process.close()
+
+
+def test_a_process_that_does_not_arrive_is_named(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    first = tiny.publisher(store, process=0, processes=2, timeout=0.2)
+    first.take_over()
+    with pytest.raises(StoreError, match=r"waited 0\.2 s for the part of attempt 1-1 by process\(es\) \[1\]"):
+        first.publish(tiny.on_device(tiny.params()), step=1).result(60)
+    with pytest.raises(RuntimeError, match="restart the trainer"):
+        first.publish(tiny.on_device(tiny.params()), step=2)
+    second = tiny.publisher(store, process=1, processes=2, timeout=0.2)
+    second.join(first.head)
+    with pytest.raises(StoreError, match=r"for the begin of attempt 5-1 by process\(es\) \[0\]"):
+        second.publish(tiny.on_device(tiny.params()), step=5).result(60)
+
+
+def test_the_chain_is_cut_when_its_deltas_outgrow_a_full_version(tmp_path):
+    trainer = tiny.publisher(tiny.open_store(tmp_path.name), max_chain_fraction=0.5)
+    trainer.take_over()
+    tree = tiny.params()
+    kinds, sizes = [], []
+    for number in range(1, 9):
+        tree = tiny.step(tree, number, size=1e-3)
+        manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+        kinds.append(manifest.kind)
+        sizes.append(manifest.stats.delta_bytes)
+    second = kinds.index(Kind.FULL, 1)
+    assert sum(sizes[1:second]) > 0.5 * sizes[0] >= sum(sizes[1 : second - 1])
+    trainer.close()

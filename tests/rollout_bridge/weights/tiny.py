@@ -106,13 +106,11 @@ def assert_holds(subscriber: Subscriber, tree: Params) -> None:
 
 def publisher(store: Store, *, full_every: int = 100, **options) -> Publisher:
     """A trainer that has just started on `store`."""
-    settings = WriterSettings(
-        encoders=2, timeout=5, **{k: options.pop(k) for k in list(options) if k in WriterSettings.__annotations__}
-    )
+    ours = {name: options.pop(name) for name in list(options) if name in WriterSettings.__annotations__}
     run = runs.load(store)
     assert run is not None
-    made = Publisher(store, run=run, full_every=full_every, settings=settings, **options)
-    return made
+    settings = WriterSettings(**{"encoders": 2, "timeout": 5.0} | ours)
+    return Publisher(store, run=run, full_every=full_every, settings=settings, **options)
 
 
 def subscriber(store: Store, directory: Path, **options) -> Subscriber:
