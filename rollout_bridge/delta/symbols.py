@@ -8,6 +8,7 @@ octave the distributions met here are flat, to a thousandth of a bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -46,15 +47,11 @@ def alphabet_size(maximum: int) -> int:
 
 def pack_extra(values: np.ndarray, symbols: np.ndarray) -> bytes:
     """The extra bits of `values`, grouped by their number, least significant bit first."""
-    widths = EXTRA_BITS[symbols]
     pieces = []
-    for width in np.flatnonzero(np.bincount(widths)) if widths.size else ():
-        if width == 0:
-            continue
-        chosen = np.flatnonzero(widths == width)
+    for width, chosen in _by_width(symbols):
         offsets = values[chosen] - STARTS[symbols[chosen]]
-        octets = offsets.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : -(-int(width) // 8)]
-        pieces.append(np.unpackbits(octets, axis=1, count=int(width), bitorder="little").reshape(-1))
+        octets = offsets.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : -(-width // 8)]
+        pieces.append(np.unpackbits(octets, axis=1, count=width, bitorder="little").reshape(-1))
     return np.packbits(np.concatenate(pieces), bitorder="little").tobytes() if pieces else b""
 
 
@@ -68,20 +65,25 @@ def unpack_extra(data: bytes, symbols: np.ndarray) -> np.ndarray:
     bytes.
     """
     values = STARTS[symbols]
-    widths = EXTRA_BITS[symbols]
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     at = 0
-    for width in np.flatnonzero(np.bincount(widths)) if widths.size else ():
-        if width == 0:
-            continue
-        chosen = np.flatnonzero(widths == width)
-        part = bits[at : at + chosen.size * int(width)].reshape(chosen.size, int(width))
-        at += chosen.size * int(width)
+    for width, chosen in _by_width(symbols):
+        part = bits[at : at + chosen.size * width].reshape(chosen.size, width)
+        at += chosen.size * width
         octets = np.zeros((chosen.size, 8), np.uint8)
         packed = np.packbits(part, axis=1, bitorder="little")
         octets[:, : packed.shape[1]] = packed
         values[chosen] += octets.view("<i8").reshape(-1)
     return values
+
+
+def _by_width(symbols: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each number of extra bits that occurs, ascending from 1, and the places of the symbols that have it."""
+    places = np.flatnonzero(symbols >= DIRECT)
+    widths = EXTRA_BITS[symbols[places]]
+    for width in np.flatnonzero(np.bincount(widths)).tolist():
+        if width:
+            yield width, places[widths == width]
 
 
 def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:

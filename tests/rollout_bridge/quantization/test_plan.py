@@ -81,7 +81,7 @@ def test_glm_4_5_shared_expert_at_eight_ranks() -> None:
 
 
 def test_key_and_value_heads_are_replicated_past_their_number() -> None:
-    """8 heads of 128 on 16 ranks: a whole head each, not 64 rows; the merged layer follows its smallest part."""
+    """8 heads of 128 on 16 ranks: a whole head each; not 64 rows, which would refuse the merged layer."""
     shapes = _shapes(dense=12288, expert=2048)
     qkv = {f"model.layers.{n}.self_attn.{leaf}_proj" for n in (0, 1) for leaf in "qkv"}
     assert not _refused(shapes, ServingLayout(16), head_dim=128)
