@@ -7,7 +7,7 @@ Prints one JSON row a case: Gaussian weights of deviation 0.02 that take a Gauss
 mean square, as block-FP8 codes and as BF16, and a set of small matrices in one blob as a quickstart model
 publishes them. Speeds are of BF16 bytes of the weights (two an element, whatever the format) over the
 processor time of the best repeat: what one core does, whatever else runs on the machine. `arc_v2_bytes` and
-`arc_v3_bytes` are null unless `fireworks-delta-compression` is installed; it is no dependency of this project.
+`arc_v3_bytes` are null unless `fireworks-delta-compression` is installed, which this project does not need.
 """
 
 from __future__ import annotations
