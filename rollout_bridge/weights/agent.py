@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 STATE_KEY = "control/state.json"
 _PAUSES_KEPT = 64
 _T = TypeVar("_T")
+# What may pass by itself or be repaired while the agent waits: OSError is a full disk or a lost connection.
+_TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSError)
 
 
 class AgentError(RuntimeError):
@@ -92,7 +94,7 @@ class SyncAgent:
                 try:
                     moved = await self._round(subscriber)
                     finished = not moved and await self._finished(subscriber)
-                except (StoreError, RunError, BrokenVersion, MirrorError, EngineError) as error:
+                except _TROUBLE as error:
                     await self._failed(error)
                     continue
                 self._failing_since, self._failures = None, 0

@@ -223,7 +223,6 @@ class Publisher:
                 for key, array in bits.items()
             }
             self._writer.rebase(list(self._extractor.full(self._baseline)))
-            self._writer.replayed = None
         if self._baseline is not None:
             for key, array in bits.items():
                 if self._baseline[key].sharding != array.sharding:

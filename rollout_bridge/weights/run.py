@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import uuid
 from collections.abc import Mapping
@@ -49,18 +50,18 @@ class RunInfo:
         """A run with a fresh id."""
         return cls(uuid.uuid4().hex, dict(hf_config), plan, dict(tokenizer or {}))
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(
             to_json_bytes({"hf_config": self.hf_config, "quantization_plan": self.plan.to_json()})
         ).hexdigest()
 
-    @property
+    @functools.cached_property
     def sources(self) -> tuple[TensorSource, ...]:
         """Where each Hugging Face tensor comes from in the trainer's parameters."""
         return names.tensors(self.hf_config)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """Canonical tensors of the chain, scales included."""
         return canonical_tensors(self.sources, self.plan)

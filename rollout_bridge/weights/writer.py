@@ -118,9 +118,12 @@ class ChainWriter:
         self._chain_bytes = sum(link.manifest.stats.delta_bytes for link in links[1:])
 
     def rebase(self, bits: Sequence[tuple[str, Patch]]) -> None:
-        """Counts the values of a rebuilt baseline, for the reference size of the deltas on it."""
+        """The caller has read `replayed` into `bits`: counts its values, for the reference size of the next
+        deltas, and removes the files.
+        """
         self._reference = Reference()
         self._reference.add(bits)
+        self.close()
 
     def begin(self, attempt: str, *, can_delta: bool) -> Kind:
         """Full or delta: decided by process 0, which first makes sure that it still owns the run."""

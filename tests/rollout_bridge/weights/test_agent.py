@@ -254,7 +254,7 @@ def test_an_agent_killed_anywhere_is_started_again_and_serves_the_head(moment, t
             store.armed = True
             if moment in ("journal", "apply"):
                 monkeypatch.setattr(
-                    f"rollout_bridge.weights.mirror.{'journal.write' if moment == 'journal' else 'journal.read'}",
+                    f"rollout_bridge.weights.journal.{'write' if moment == 'journal' else 'read'}",
                     lambda *args: (_ for _ in ()).throw(tiny.Killed()),
                 )
         elif moment == "update":
@@ -298,5 +298,6 @@ def test_acknowledgements_are_json_that_others_can_read(tmp_path):
     run(SyncAgent(store, tmp_path / "mirror", Engine(), "host-1", settings=QUICK))
     data = store.read(f"{ACKS_PREFIX}host-1.json")
     assert data is not None and json.loads(data).keys() == {
-        "agent", "version", "incarnation", "time", "updates", "pause_ms", "verified_tensors", "fallbacks", "errors"
+        "agent", "version", "incarnation", "time", "updates", "pause_ms", "verified_tensors", "fallbacks",
+        "errors",
     }  # fmt: skip

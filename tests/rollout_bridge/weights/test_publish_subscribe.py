@@ -19,7 +19,7 @@ CORRECTION = "moe/mlp/router/correction_bias"
 
 
 def test_every_version_of_a_chain_arrives_bit_for_bit(tmp_path):
-    store = tiny.open_store(tmp_path.name)
+    store = tiny.open_store(f"{tmp_path}/store")  # on disk; the other tests are in memory
     trainer = tiny.publisher(store, full_every=4)
     assert trainer.take_over().version == 0
     reader = tiny.subscriber(store, tmp_path / "each")

@@ -51,8 +51,8 @@ def new_run() -> RunInfo:
 
 
 def open_store(name: str) -> Store:
-    """A store in memory with a run in it; the same name is the same store."""
-    store = Store.open(f"memory://{name}")
+    """A store in memory with a run in it; the same name is the same store. A path is a store on disk."""
+    store = Store.open(name if name.startswith("/") else f"memory://{name}")
     if runs.load(store) is None:
         runs.create_or_join(store, new_run())
     return store
