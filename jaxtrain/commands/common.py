@@ -84,3 +84,5 @@ def log_to_stderr() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    for chatty in ("absl", "jax"):  # checkpointing logs a dozen lines a save
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -10,22 +10,28 @@ CURVES = "curves.png"
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Loss, reward, lag and delta size by optimizer step, as PNG at `path`. `rows`: of metrics.jsonl."""
+    """Warm-start loss, reward, lag and delta size by optimizer step, as PNG at `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True, sharex=True)
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True)
     loss, reward, lag, delta = axes.flat
-    for phase in ("warm_start", "rl"):
-        _plot(loss, rows, "loss", label=phase, phase=phase)
+    # The surrogate of RL hovers about zero whatever is learnt: only the warm start's loss says something.
+    _plot(loss, [row for row in rows if row["phase"] == "warm_start"], "loss", label="next token")
     _plot(reward, rows, "reward_mean", label="of trained groups")
     _plot(lag, rows, "lag_mean", label="mean")
     _plot(lag, rows, "lag_max", label="max")
-    _plot(delta, rows, "delta_bytes", label="delta", scale=1e-3)
-    _plot(delta, rows, "delta_reference_bytes", label="its order-0 entropy", scale=1e-3)
-    for axis, name in ((loss, "loss"), (reward, "reward"), (lag, "lag, versions"), (delta, "version, kB")):
+    deltas = [row for row in rows if row.get("delta_reference_bytes")]  # full versions have no reference
+    _plot(delta, deltas, "delta_bytes", label="delta", scale=1e-3)
+    _plot(delta, deltas, "delta_reference_bytes", label="its order-0 entropy", scale=1e-3)
+    for axis, name in (
+        (loss, "warm-start loss"),
+        (reward, "reward"),
+        (lag, "lag, versions"),
+        (delta, "version, kB"),
+    ):
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
         if axis.has_data():
@@ -43,13 +49,8 @@ def _plot(
     key: str,
     *,
     label: str,
-    phase: str | None = None,
     scale: float = 1.0,
 ) -> None:
-    points = [
-        (row["step"], row[key] * scale)
-        for row in rows
-        if row.get(key) is not None and (phase is None or row["phase"] == phase)
-    ]
+    points = [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 60 else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
         console.print(
             f"Run {config.name!r} in {run_dir}; logs in {run_dir / 'logs'}. Ctrl-C stops it, to be resumed."
         )
-        reader = ProgressReader(run_dir, config)
+        reader = ProgressReader(run_dir, config, since=time.time())
         with recorded(run_dir), live_view(reader.read, name=config.name, console=console) as tick:
             outcome = supervise(
                 processes(config, run_dir),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,16 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.metrics import FILENAME, read_metrics
 
 RECENT = 10  # rows that rates and times are averaged over
+AFTER = {"warm_start": "first_rollouts", "rl": "done"}  # what goes on once the steps of a phase are taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """One moment of a run. None where nothing is known yet.
 
-    phase: "starting", "warm_start", "rl" or "done". step, steps: within the phase.
-    delta_bytes, reference_bytes: of the last published version; tokens_per_s: trained, recent mean.
-    seconds_left: of this phase at the recent pace.
+    phase: "starting", "warm_start", "first_rollouts", "rl", "done", "resuming". step, steps: within the phase.
+    delta_bytes, reference_bytes: of the last delta, full versions left out; tokens_per_s: trained, recent.
+    seconds_left: of this phase at the recent (median) pace: a step that waited for a start does not count.
     """
 
     phase: str = "starting"
@@ -46,10 +47,10 @@ def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> Progress:
     recent = of_phase[-RECENT:]
     pace = [_seconds(row) for row in recent]
     tokens = sum(row.get("tokens") or 0 for row in recent)
-    published = next((row for row in reversed(of_phase) if row.get("delta_bytes")), {})
+    published = next((row for row in reversed(of_phase) if row.get("delta_reference_bytes")), {})
     last = rows[-1]
     return Progress(
-        phase="done" if phase == "rl" and len(of_phase) >= steps else phase,
+        phase=AFTER[phase] if len(of_phase) >= steps else phase,
         step=len(of_phase),
         steps=steps,
         loss=last.get("loss"),
@@ -60,7 +61,7 @@ def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> Progress:
         delta_bytes=published.get("delta_bytes"),
         reference_bytes=published.get("delta_reference_bytes"),
         tokens_per_s=tokens / sum(pace) if sum(pace) > 0 else None,
-        seconds_left=statistics.fmean(pace) * max(0, steps - len(of_phase)),
+        seconds_left=statistics.median(pace) * max(0, steps - len(of_phase)),
     )
 
 
@@ -69,11 +70,15 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 class ProgressReader:
-    """Reads the metrics again only when the file has grown."""
+    """Reads the metrics again only when the file has grown.
 
-    def __init__(self, run_dir: Path, config: AsyncGrpoConfig) -> None:
+    since: unix seconds; while the newest row is older the run is "resuming".
+    """
+
+    def __init__(self, run_dir: Path, config: AsyncGrpoConfig, *, since: float = 0.0) -> None:
         self._file = run_dir / FILENAME
         self._config = config
+        self._since = since
         self._size = 0
         self._last = Progress()
 
@@ -81,5 +86,8 @@ class ProgressReader:
         size = self._file.stat().st_size if self._file.exists() else 0
         if size != self._size:
             self._size = size
-            self._last = progress(read_metrics(self._file), self._config)
+            rows = read_metrics(self._file)
+            self._last = progress(rows, self._config)
+            if rows and max(row["time"] for row in rows) < self._since:
+                self._last = replace(self._last, phase="resuming", seconds_left=None, tokens_per_s=None)
         return self._last

@@ -6,7 +6,7 @@ Where each number is from:
     delta_*, full_bytes_bf16        manifests of the versions still stored
     update_rms_mean, train_*        metrics.jsonl, RL steps
     trajectories, lag_*, generate_* the trajectory log and the plans
-    update_pause_*, tensors_*       acknowledgements of the sync agents
+    update_pause_*, tensors_*       acknowledgements of the sync agents, each since its last start
     restarts                        incarnations after the first
 """
 
@@ -113,7 +113,9 @@ def _agents(store: Store) -> dict[str, Any]:
 
 def _trajectories(store: Store, rl: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = count(store)
-    span = rl[-1]["time"] - rl[0]["time"] if len(rl) > 1 else 0.0
+    span = sum(_values(rl, "step_seconds")) + sum(
+        _values(rl, "wait_seconds")
+    )  # pauses between starts excluded
     return {
         "trajectories": {
             "written": counts.written,

@@ -17,7 +17,9 @@ from jaxtrain.quickstart.progress import Progress
 
 PHASES = {
     "starting": "starting: compiling, building the tokenizer",
+    "resuming": "resuming: compiling, restoring the checkpoint, step",
     "warm_start": "warm start on worked answers",
+    "first_rollouts": "first version out; workers start, evaluate and roll out",
     "rl": "asynchronous RL",
     "done": "finishing: last evaluation",
 }

@@ -82,11 +82,14 @@ def test_a_report_of_a_run_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_help_and_refusals_load_no_numerical_library() -> None:
-    program = (
-        "import sys; from typer.testing import CliRunner; from jaxtrain.cli import app; run = CliRunner().invoke;"
-        "codes = [run(app, ['--help']).exit_code, run(app, ['train', '-c', sys.argv[1], 'x=1']).exit_code];"
-        "print(codes, [m for m in ('jax', 'numpy', 'transformers', 'torch') if m in sys.modules])"
-    )
+    program = """
+import sys
+from typer.testing import CliRunner
+from jaxtrain.cli import app
+for arguments in (["--help"], ["train", "--config", sys.argv[1], "x=1"]):
+    print(CliRunner().invoke(app, arguments).exit_code)
+print([module for module in ("jax", "numpy", "transformers", "torch") if module in sys.modules])
+"""
     result = subprocess.run(
         [sys.executable, "-c", program, QUICKSTART],
         cwd=ROOT,
@@ -95,4 +98,4 @@ def test_help_and_refusals_load_no_numerical_library() -> None:
         timeout=60,
         check=True,
     )
-    assert result.stdout.strip() == "[0, 2] []"
+    assert result.stdout.split() == ["0", "2", "[]"]

@@ -26,6 +26,7 @@ def row(phase: str, step: int, **values: float) -> dict:
     return {
         "phase": phase,
         "step": step,
+        "time": 100.0,
         "loss": 1.0,
         "tokens": 100,
         "step_seconds": 1.5,
@@ -57,13 +58,24 @@ def test_steps_and_times_are_of_the_phase() -> None:
     assert now.seconds_left == 4.0  # two more steps of 2 s
 
 
+def test_a_full_version_is_no_delta() -> None:
+    full = RL | {"step": 4, "delta_bytes": 1_000_000, "delta_reference_bytes": 0}
+    assert progress([*WARM, RL, full], config()).delta_bytes == 2000
+
+
+def test_between_the_phases_the_fleet_starts() -> None:
+    assert progress(WARM, config()).phase == "first_rollouts"
+
+
 def test_the_last_step_is_the_end() -> None:
     rows = [*WARM, RL, RL | {"step": 4}, RL | {"step": 5}]
     assert progress(rows, config()).phase == "done"
 
 
 def test_a_step_that_published_nothing_keeps_the_last_delta() -> None:
-    now = progress([*WARM, RL, RL | {"step": 4, "delta_bytes": None}], config())
+    now = progress(
+        [*WARM, RL, RL | {"step": 4, "delta_bytes": None, "delta_reference_bytes": None}], config()
+    )
     assert now.delta_bytes == 2000
 
 
@@ -106,6 +118,16 @@ def test_the_reader_follows_the_file(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(WARM[1]) + "\n")
     assert reader.read().step == 2
+
+
+def test_rows_of_an_earlier_invocation_are_what_is_resumed(tmp_path: Path) -> None:
+    reader = ProgressReader(tmp_path, config(), since=1000.0)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps(WARM[0] | {"time": 900.0}) + "\n")
+    assert (reader.read().phase, reader.read().step) == ("resuming", 1)
+    with file.open("a") as more:
+        more.write(json.dumps(WARM[1] | {"time": 1001.0}) + "\n")
+    assert (reader.read().phase, reader.read().step) == ("first_rollouts", 2)
 
 
 def test_units() -> None:
