@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from jaxtrain.commands.common import (
     STOPPED,
     WRONG_CONFIG,
@@ -21,6 +25,16 @@ def train(
     config: ConfigPath,
     name: Name = None,
     check: Check = False,
+    discard_plans_after: Annotated[
+        int | None,
+        typer.Option(
+            "--discard-plans-after",
+            metavar="STEP",
+            min=0,
+            help="Forget the plans of later RL steps: the way out of a plan that cannot be trained.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Run the trainer of an experiment, or go on with one that stopped.
@@ -37,6 +51,11 @@ def train(
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return
+    options = {}
+    if discard_plans_after is not None:
+        if experiment.recipe != "async_grpo":
+            fail(f"--discard-plans-after: recipe {experiment.recipe!r} has no plans", status=WRONG_CONFIG)
+        options["discard_plans_after_step"] = discard_plans_after
     try:
         run_dir = claim_run(experiment)
     except ConfigError as error:
@@ -55,6 +74,6 @@ def train(
 
     try:
         with naming(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite):
-            import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir)
+            import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir, **options)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)

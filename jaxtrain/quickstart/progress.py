@@ -18,7 +18,7 @@ AFTER = {"warm_start": "first_rollouts", "rl": "done"}  # what goes on once the 
 class Progress:
     """One moment of a run. None where nothing is known yet.
 
-    phase: "starting", "warm_start", "first_rollouts", "rl", "done", "resuming". step, steps: within the phase.
+    phase: "starting", "warm_start", "first_rollouts", "rl", "done", "resuming". step, steps: of the phase.
     delta_bytes, reference_bytes: of the last delta, full versions left out; tokens_per_s: trained, recent.
     seconds_left: of this phase at the recent (median) pace: a step that waited for a start does not count.
     """

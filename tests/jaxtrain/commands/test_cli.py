@@ -63,6 +63,13 @@ def test_an_environment_that_does_not_exist_is_refused_by_check(override: str, p
     assert problem in result.stderr
 
 
+def test_a_recipe_without_plans_has_none_to_discard(tmp_path: Path) -> None:
+    sft = str(ROOT / "configs/sft.yaml")
+    result = run("train", "--config", sft, "--discard-plans-after", "3", f"runs_dir={tmp_path}")
+    assert result.exit_code == 2
+    assert result.stderr == "--discard-plans-after: recipe 'sft' has no plans\n"
+
+
 def test_inspect_shows_values_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     result = run("inspect", "--config", QUICKSTART, "trajectories.max_lag=3")
