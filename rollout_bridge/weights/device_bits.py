@@ -25,7 +25,7 @@ from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import BLOCK, Format
 from rollout_bridge.weights.encoder import Patch
 from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.stacks import Block, Stack, changes_of, scale_key, stacks
+from rollout_bridge.weights.stacks import Block, Classes, Stack, changes_of, scale_key, stacks
 
 # Elements compared by one program: bounds its temporary memory, and keeps positions within int32.
 _CHUNK_ELEMENTS = 1 << 27
@@ -296,11 +296,13 @@ class Extractor:
                     blocks[place], _local(before, place), _local(after, place), first_row=first
                 )
             else:
-                count = counts[place]
-                positions, olds, news = (
-                    _local(part, place)[0, :count] for part in (found.positions, found.old, found.new)
+                changes, ranks, sizes = found
+                positions, olds, news, ranks = (
+                    _local(part, place)[0, : counts[place]]
+                    for part in (changes.positions, changes.old, changes.new, ranks)
                 )
-                patches = blocks[place].changes(positions, olds, news, first_row=first)
+                classes = Classes(ranks, _local(sizes, place)[0], _class_start(olds.dtype))
+                patches = blocks[place].changes(positions, olds, news, first_row=first, classes=classes)
             for patch in patches:
                 yield key, patch
 
@@ -309,6 +311,11 @@ class Extractor:
         if not count <= kept <= _SLACK * max(count, 1024):
             kept = self._slots[key, height] = device.change_bucket(2 * count, size)
         return kept
+
+
+def _class_start(bits: np.dtype) -> int:
+    """The exponent field at which the codec's classes start: the last is 0.5 to 1 for BF16 and float32."""
+    return 0 if bits.itemsize == 1 else 112
 
 
 def _chunk_rows(rows: int, row_size: int) -> int:
@@ -392,18 +399,19 @@ def _slice(array: jax.Array, first: jax.Array, *, rows: int, height: int, mesh: 
 
 def _compact(
     old: jax.Array, new: jax.Array, first: int, *, rows: int, height: int, slots: int
-) -> device.Changes:
+) -> tuple[device.Changes, jax.Array, jax.Array]:
     return _diff(old, new, first, rows=rows, height=height, slots=slots, mesh=_mesh(old))
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "height", "slots", "mesh"))
 def _diff(
     old: jax.Array, new: jax.Array, first: jax.Array, *, rows: int, height: int, slots: int, mesh: Mesh
-) -> device.Changes:
-    def compact(old: jax.Array, new: jax.Array, first: jax.Array) -> device.Changes:
+) -> tuple[device.Changes, jax.Array, jax.Array]:
+    def compact(old: jax.Array, new: jax.Array, first: jax.Array) -> tuple:
         old, new = (
             lax.dynamic_slice_in_dim(array.reshape(rows, 1, -1), first, height) for array in (old, new)
         )
-        return device.diff_compact(new, old, slots)
+        changes = device.diff_compact(new, old, slots)
+        return changes, *device.class_ranks(old, changes.positions, start=_class_start(old.dtype))
 
     return _on_each_device(compact, mesh, old, new, first=first)

@@ -24,7 +24,9 @@ class Patch:
     """One rectangle of tensor `name` (of `shape`): new bits, all of them or those that changed.
 
     values: of a full version, the rectangle's bits; of a delta, the new bits at `indices`.
-    indices: ascending flat indices into the rectangle; None in a full version. old: bits before at `indices`.
+    indices: ascending flat indices into the rectangle; None in a full version. old: bits before, there.
+    before, ranks: the whole rectangle before, or where the changed elements stand in their classes; either
+        makes the blob smaller.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Patch:
     values: np.ndarray
     indices: np.ndarray | None = None
     old: np.ndarray | None = None
+    before: np.ndarray | None = None
+    ranks: delta.ClassRanks | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -180,6 +184,8 @@ def _encode(patch: Patch, preset: str) -> tuple[bytes, int]:
         shape=patch.local_shape,
         dtype=patch.values.dtype,
         preset=preset,
+        old=patch.before,
+        ranks=patch.ranks,
     )
     indices = flat_indices(patch.indices, patch.rectangle, patch.shape)
     return blob, digest.update(0, indices, patch.old, patch.values)

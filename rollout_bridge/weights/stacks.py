@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout_bridge.delta.classes import ClassRanks, fine_classes
 from rollout_bridge.names import TensorSource
 from rollout_bridge.names.base import leading_shape, paths
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, scale_name
@@ -55,6 +56,23 @@ def stacks(sources: Sequence[TensorSource], plan: QuantizationPlan) -> dict[str,
 def scale_key(path: str) -> str:
     """Key of the scales of the FP8 parameter at `path`."""
     return path + "#scale"
+
+
+@dataclass(frozen=True)
+class Classes:
+    """`quantization.device.class_ranks` of a stack of rows.
+
+    ranks int32: of each change among the elements of its class, over all rows. sizes int32[rows, 16].
+    """
+
+    ranks: np.ndarray
+    sizes: np.ndarray
+    start: int
+
+    def of_row(self, row: int, changes: slice, old: np.ndarray) -> ClassRanks:
+        """The same within `row`, whose changes are at `changes` and replace `old`."""
+        passed = self.sizes[:row].sum(axis=0, dtype=np.int64)[fine_classes(old, self.start)]
+        return ClassRanks(self.ranks[changes] - passed, self.sizes[row].astype(np.int64), self.start)
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,19 @@ class Block:
             yield Patch(name=name, shape=self.stack.spec.shape, rectangle=self.rectangle, values=row)
 
     def changes(
-        self, positions: np.ndarray, old: np.ndarray, new: np.ndarray, *, first_row: int = 0
+        self,
+        positions: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        *,
+        first_row: int = 0,
+        before: np.ndarray | None = None,
+        classes: Classes | None = None,
     ) -> Iterator[Patch]:
-        """A patch a changed row. positions: ascending, flat, from the start of row `first_row`."""
+        """A patch a changed row. positions: ascending, flat, from the start of row `first_row`.
+
+        before: all old bits from there on. classes: where the changed elements stand among all old ones.
+        """
         rows = positions // self.row_size
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         names = self.names
@@ -121,6 +149,8 @@ class Block:
                 values=new[start:stop],
                 indices=positions[start:stop].astype(np.int64) - row * self.row_size,
                 old=old[start:stop],
+                before=None if before is None else before.reshape(-1, self.row_size)[row],
+                ranks=None if classes is None else classes.of_row(row, slice(start, stop), old[start:stop]),
             )
 
     def read(self, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -135,4 +165,4 @@ def changes_of(block: Block, old: np.ndarray, new: np.ndarray, *, first_row: int
     """Patches of a block, or of its rows from `first_row`, compared on the host."""
     old, new = old.reshape(-1), new.reshape(-1)
     positions = np.flatnonzero(old != new)
-    return block.changes(positions, old[positions], new[positions], first_row=first_row)
+    return block.changes(positions, old[positions], new[positions], first_row=first_row, before=old)
