@@ -137,6 +137,7 @@ def server_settings(settings: ServeSettings, *, on_gpu: bool) -> VllmServerSetti
         dtype=settings.dtype,
         kv_cache_gib=kv_cache_gib,
         enforce_eager=not on_gpu,
+        chunked_prefill=on_gpu,
         return_routed_experts=settings.moe_routing,
         cpu_threads=settings.cpu_threads,
         extra_args=settings.extra_args,

@@ -230,7 +230,9 @@ class VllmEngine:
     ) -> Any:
         """JSON or text of one exchange. Raises `EngineError` with the server's words."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # The client is the first to drop an idle connection: see VLLM_HTTP_TIMEOUT_KEEP_ALIVE.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
+            self._session = aiohttp.ClientSession(connector=connector)
         limit = aiohttp.ClientTimeout(total=timeout or self._update_timeout)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=limit) as response:

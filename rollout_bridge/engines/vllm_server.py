@@ -27,6 +27,7 @@ from rollout_bridge.vllm_plugin import BACKEND, WORKER_EXTENSION
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
+PREFILL_TOKENS = 2048  # of one step, where prompts are not cut; at least one whole context must fit
 TAIL_LINES = 12
 ERROR_LINES = 5
 # vLLM's parent processes end with "see root cause above": the line that names it is far from the end.
@@ -41,6 +42,8 @@ class VllmServerSettings:
     dtype: of activations and unquantised weights.
     kv_cache_gib: memory for keys and values; None lets vLLM take what is free (it refuses a shared CPU host).
     enforce_eager: no compilation and no CUDA graphs; right on CPUs.
+    chunked_prefill: prompts may be cut between steps. False on CPUs: vLLM 0.32 ends there ("CPU Generator does
+        not use offset") when the prefill of a request with a seed is cut, as after a pause with recompute_kv.
     return_routed_experts: send expert choices (needs vLLM's model runner V2: a GPU, or triton-cpu).
     cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15"); "auto" takes all.
     extra_args, environment: added last.
@@ -54,6 +57,7 @@ class VllmServerSettings:
     dtype: str = "bfloat16"
     kv_cache_gib: float | None = None
     enforce_eager: bool = True
+    chunked_prefill: bool = False
     return_routed_experts: bool = False
     cpu_threads: str = "auto"
     extra_args: tuple[str, ...] = ()
@@ -185,6 +189,9 @@ class VllmServer:
         ]
         if s.enforce_eager:
             arguments.append("--enforce-eager")
+        if not s.chunked_prefill:
+            whole_prompts = max(s.max_model_len, PREFILL_TOKENS)
+            arguments += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={whole_prompts}"]
         if s.return_routed_experts:
             arguments.append("--enable-return-routed-experts")
         if s.kv_cache_gib is not None:
@@ -196,6 +203,9 @@ class VllmServer:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # Longer than any client keeps an idle connection: with vLLM's 5 s a request can meet the closing
+            # of its connection, which fails an update for nothing.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
             "VLLM_CPU_OMP_THREADS_BIND": self.settings.cpu_threads,
             "ROLLOUT_BRIDGE_PARENT": str(os.getpid()),
             **self.settings.environment,

@@ -210,9 +210,9 @@ def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) ->
         serve(settings)
 
 
-def test_kv_cache_is_bounded_on_a_cpu_and_free_on_a_gpu(tmp_path: Path) -> None:
+def test_a_cpu_gets_a_bounded_cache_no_compilation_and_whole_prompts(tmp_path: Path) -> None:
     settings = ServeSettings(store="x", state_directory=tmp_path, agent_id="a", kv_policy=KvPolicy.RECOMPUTE)
     on_cpu = serving.server_settings(settings, on_gpu=False)
     on_gpu = serving.server_settings(settings, on_gpu=True)
-    assert (on_cpu.kv_cache_gib, on_cpu.enforce_eager) == (1.0, True)
-    assert (on_gpu.kv_cache_gib, on_gpu.enforce_eager) == (None, False)
+    assert (on_cpu.kv_cache_gib, on_cpu.enforce_eager, on_cpu.chunked_prefill) == (1.0, True, False)
+    assert (on_gpu.kv_cache_gib, on_gpu.enforce_eager, on_gpu.chunked_prefill) == (None, False, True)

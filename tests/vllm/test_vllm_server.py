@@ -79,9 +79,11 @@ import asyncio, pathlib
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 settings = VllmServerSettings(port={free_port()}, environment={{"PYTHONPATH": {str(tmp_path)!r} + ":."}})
 server = VllmServer(settings, pathlib.Path({str(tmp_path / "log")!r}))
+def command_line(pid):
+    return pathlib.Path(f"/proc/{{pid}}/cmdline").read_bytes()
 async def main():
     starting = asyncio.create_task(server.start(pathlib.Path("."), 1))
-    while server.pid is None or b"vllm.entrypoints" not in pathlib.Path(f"/proc/{{server.pid}}/cmdline").read_bytes():
+    while server.pid is None or b"vllm.entrypoints" not in command_line(server.pid):
         await asyncio.sleep(0.02)
     print(server.pid, flush=True)
     await starting
