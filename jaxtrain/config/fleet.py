@@ -114,7 +114,10 @@ class WeightSection(Section):
     full_every: PositiveInt = setting(
         50, "versions between full ones: bounds the replay of a late subscriber"
     )
-    full_fraction: Fraction = setting(0.5, "a delta larger than this share of a full version is sent full")
+    full_fraction: PositiveFloat = setting(
+        1.0,
+        "full again once the deltas since add up to this much of one: a new reader fetches twice one at most",
+    )
     publish_every: PositiveInt = setting(1, "optimizer steps between versions")
     retention_seconds: NonNegativeFloat = setting(
         3600.0, "versions that no agent needs are kept this long", resumable=True
