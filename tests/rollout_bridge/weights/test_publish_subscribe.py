@@ -92,7 +92,7 @@ def test_eight_devices_publish_the_same_bits_and_digests_as_one(axis_type, tmp_p
 
 def test_changes_picked_out_on_the_device_are_those_found_on_the_host(tmp_path, monkeypatch):
     monkeypatch.setattr(device_bits, "_CHUNK_ELEMENTS", 3000)  # two chunks of the largest stack
-    monkeypatch.setattr(device_bits, "_SMALL_ELEMENTS", 1500)
+    monkeypatch.setattr(device_bits, "_SMALL_ELEMENTS", 1600)
     kinds = (Compaction.HOST, Compaction.DEVICE)
     stores = [tiny.open_store(f"{tmp_path.name}-{kind}") for kind in kinds]
     made = [tiny.publisher(store, compaction=kind) for store, kind in zip(stores, kinds, strict=True)]
@@ -100,7 +100,7 @@ def test_changes_picked_out_on_the_device_are_those_found_on_the_host(tmp_path, 
     tree = tiny.params()
     for trainer in made:
         trainer.take_over()
-    for number, size in enumerate((1e-5, 1e-5, 3e-4, 1e-2, 1e-5), 1):
+    for number, size in enumerate((1e-5, 1e-5, 1e-2), 1):
         tree = tiny.step(tree, number, size=size, paths_changed=0.7)
         params = sharded(tree, (2, 4), ("a", "b"), AxisType.Auto)
         on_host, on_device = [trainer.publish(params, step=number).result(240) for trainer in made]
