@@ -42,8 +42,8 @@ class VllmServerSettings:
     dtype: of activations and unquantised weights.
     kv_cache_gib: memory for keys and values; None lets vLLM take what is free (it refuses a shared CPU host).
     enforce_eager: no compilation and no CUDA graphs; right on CPUs.
-    chunked_prefill: prompts may be cut between steps. False on CPUs: vLLM 0.32 ends there ("CPU Generator does
-        not use offset") when the prefill of a request with a seed is cut, as after a pause with recompute_kv.
+    chunked_prefill: prompts may be cut between steps. False on CPUs: vLLM 0.32 ends there when the prefill of
+        a seeded request is cut ("CPU Generator does not use offset"), as it is after a pause of recompute_kv.
     return_routed_experts: send expert choices (needs vLLM's model runner V2: a GPU, or triton-cpu).
     cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15"); "auto" takes all.
     extra_args, environment: added last.

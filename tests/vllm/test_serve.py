@@ -24,6 +24,7 @@ import pytest
 from rollout_bridge import serve as serving
 from rollout_bridge.engines.protocol import EngineError, KvPolicy, Request, VersionSpan
 from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.serve import ServeError, ServeSettings, serve
 from rollout_bridge.store import Store
@@ -175,8 +176,7 @@ def test_a_server_follows_the_chain_survives_a_failed_update_and_ends_on_sigterm
         with pytest.raises(ProcessLookupError):
             os.killpg(again["pid"], 0)
         assert not (state / "ready.json").exists()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+        VllmServer(VllmServerSettings(port=port), tmp_path / "log").check_port()
     finally:
         publisher.close()
         if process.poll() is None:
