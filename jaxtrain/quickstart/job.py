@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxtrain.config.resume import claim_run
+from jaxtrain.config.resume import check_run, claim_run
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import Child, ChildSpec
 from jaxtrain.quickstart.compose import compose
@@ -34,8 +34,10 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
     Raises `ConfigError` (the run was started with other settings), `StoreError`, `TakeoverError`.
     """
     console = Console(stderr=False)
-    run_dir = claim_run(config)
+    check_run(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
     store = Store.open(config.store_url)
+    run_dir = claim_run(config)  # after the store has opened: a run is not bound to one that cannot be
     with owned(run_dir, stop_timeout_s=config.processes.stop_timeout_s) as stopped:
         if stopped:
             console.print(f"Stopped what an earlier invocation left running: {', '.join(stopped)}.")

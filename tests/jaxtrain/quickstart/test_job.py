@@ -13,6 +13,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import ChildSpec
 from jaxtrain.quickstart.job import run
+from rollout_bridge.store import StoreError
 from tests.jaxtrain.quickstart.stand_ins import OBEDIENT, spec
 
 ROOT = Path(__file__).parents[3]
@@ -106,6 +107,12 @@ def test_a_trainer_that_leaves_early_is_no_success(
 ) -> None:
     assert run(config(tmp_path), processes=composed(trainer="pass")) == 1
     assert "trainer: left before the end of the run." in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_opened_does_not_bind_the_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="/missing/store"):
+        run(config(tmp_path, f"store=file://{tmp_path}/missing/store"), processes=nothing)
+    assert run(config(tmp_path), processes=composed(trainer=TRAINER)) == 0
 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path) -> None:
