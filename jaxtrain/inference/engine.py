@@ -215,6 +215,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         try:
+            self._compile()
             while self._wait_for_work():
                 self._apply_swap()
                 self._admit()
@@ -225,6 +226,34 @@ class EmbeddedEngine:
             self._fail(f"embedded engine: {type(error).__name__}: {error}; restart the worker")
         else:
             self._fail("embedded engine: closed while requests were running")
+
+    def _compile(self) -> None:
+        """Compiles everything before the first weights arrive, on zeros of their shapes: no request waits for it."""
+        settings = self.settings
+        floats = {
+            path: np.float32 if path in self._definition.buffers else self._compute_dtype
+            for path in self._definition.shapes
+        }
+        zeros = {path: jnp.zeros(s.shape, floats[path]) for path, s in self._definition.shapes.items()}
+        prompts = jnp.zeros((settings.prompts, settings.max_prompt), jnp.int32)
+        cache, _ = device.prefill(self._static, zeros, prompts)
+        ints = np.zeros(settings.slots, np.int32)
+        nowhere = device.Insertion(
+            slot=np.full(settings.slots, settings.slots, np.int32),
+            source=ints,
+            token=ints,
+            position=ints,
+            limit=ints,
+            temperature=np.zeros(settings.slots, np.float32),
+            seed=np.zeros(settings.slots, np.uint32),
+        )
+        self._slots = device.insert(self._slots, cache, nowhere)
+        stop_ids = jnp.full((settings.slots, STOP_WIDTH), -1, jnp.int32)
+        self._slots, _ = device.decode(self._static, zeros, self._slots, settings.decode_tokens, stop_ids)
+        self._slots = device.release(self._slots, jnp.zeros(settings.slots, bool))
+        if settings.kv_policy is KvPolicy.RECOMPUTE:
+            device.prefill(self._static, zeros, jnp.zeros((settings.slots, settings.max_length), jnp.int32))
+        jax.block_until_ready(self._slots.token)
 
     def _wait_for_work(self) -> bool:
         """Blocks until there is something to do; False once closed."""

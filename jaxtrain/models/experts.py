@@ -86,8 +86,8 @@ def _blocks(
     num_blocks = -(-n * k // BLOCK_ROWS) + num_experts
     slot_Nk, expert_M = _block_layout(routing.ids, num_experts=num_experts, num_blocks=num_blocks)
     rows = _dispatch(x_ND, slot_Nk, num_blocks * BLOCK_ROWS).reshape(num_blocks, BLOCK_ROWS, d)
-    hidden = jax.nn.silu(rows @ gate_EDF[expert_M]) * (rows @ up_EDF[expert_M])
-    out_rows = (hidden @ down_EFD[expert_M]).reshape(-1, d)
+    hidden = jax.nn.silu(_by_block(rows, gate_EDF, expert_M)) * _by_block(rows, up_EDF, expert_M)
+    out_rows = _by_block(hidden, down_EFD, expert_M).reshape(-1, d)
     return jnp.einsum("NkD,Nk->ND", _collect(out_rows, slot_Nk), routing.weights.astype(x_ND.dtype))
 
 
@@ -107,6 +107,31 @@ def _block_layout(ids_Nk: jax.Array, *, num_experts: int, num_blocks: int) -> tu
     slot = jnp.zeros_like(flat).at[order].set((row_starts_E[sorted_ids] + rank).astype(flat.dtype))
     expert_M = jnp.searchsorted(block_ends_E, jnp.arange(num_blocks), side="right")
     return slot.reshape(ids_Nk.shape), jnp.minimum(expert_M, num_experts - 1)
+
+
+@jax.custom_vjp
+def _by_block(rows_MRD: jax.Array, weights_EDF: jax.Array, expert_M: jax.Array) -> jax.Array:
+    """rows[m] @ weights[expert[m]] -> [M, R, F]. The copies of the weights are not kept for the backward pass."""
+    return rows_MRD @ weights_EDF[expert_M]
+
+
+def _by_block_forward(
+    rows_MRD: jax.Array, weights_EDF: jax.Array, expert_M: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return rows_MRD @ weights_EDF[expert_M], (rows_MRD, weights_EDF, expert_M)
+
+
+def _by_block_backward(
+    residual: tuple[jax.Array, jax.Array, jax.Array], grad_MRF: jax.Array
+) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    rows_MRD, weights_EDF, expert_M = residual
+    grad_rows = jnp.einsum("MRF,MDF->MRD", grad_MRF, weights_EDF[expert_M])
+    by_block_MDF = jnp.einsum("MRD,MRF->MDF", rows_MRD, grad_MRF)
+    grad_weights = jnp.zeros_like(weights_EDF).at[expert_M].add(by_block_MDF)
+    return grad_rows, grad_weights, np.zeros(expert_M.shape, jax.dtypes.float0)
+
+
+_by_block.defvjp(_by_block_forward, _by_block_backward)
 
 
 # Rows and tokens are related by a known injection, so both directions and both gradients are gathers:

@@ -91,7 +91,7 @@ def reinforce(
         context.placement,
         loss_function=policy(eps_low=phase.eps_low, eps_high=phase.eps_high),
         metric_names=POLICY_METRICS,
-        clip_norm=config.optimizer.clip_norm,
+        step=context.step,
     )
     planner = open_planner(config, store, lambda: context.stop_if_asked(state, progress))
     plans = iter(

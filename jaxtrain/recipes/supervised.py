@@ -32,7 +32,7 @@ def train(
         context.placement,
         loss_function=next_token,
         metric_names=NEXT_TOKEN_METRICS,
-        clip_norm=config.optimizer.clip_norm,
+        step=context.step,
     )
     while progress.supervised_steps < phase.steps:
         started = time.perf_counter()

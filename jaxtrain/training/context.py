@@ -25,8 +25,8 @@ from jaxtrain.optim.muon import MuonConfig
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import MetricsWriter
-from jaxtrain.training.step import TrainState
-from jaxtrain.training.trainer import Placement, initial_state, place, sharded_shapes
+from jaxtrain.training.step import StepInputs, StepMetrics, Sums, TrainState
+from jaxtrain.training.trainer import Placement, compile_apply, initial_state, place, sharded_shapes
 from rollout_bridge.rollouts.environments import registry as environments
 from rollout_bridge.rollouts.environments.base import Environment
 from sharding import processes
@@ -79,6 +79,7 @@ class Context:
     definition: Definition
     optimizer: optax.GradientTransformation
     placement: Placement
+    step: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]]
     checkpoints: Checkpointer
     metrics: MetricsWriter
     stop: threading.Event
@@ -151,6 +152,7 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         keep=config.checkpoint.keep,
         save_interval_steps=config.checkpoint.every_steps,
     )
+    placement = place(definition, optimizer, mesh)
     return Context(
         config=config,
         environment=environment,
@@ -159,7 +161,8 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         hf_config=hf_config,
         definition=definition,
         optimizer=optimizer,
-        placement=place(definition, optimizer, mesh),
+        placement=placement,
+        step=compile_apply(optimizer, placement, clip_norm=config.optimizer.clip_norm),
         checkpoints=checkpoints,
         metrics=MetricsWriter(run_dir, restored_step=checkpoints.latest()),
         stop=stop,

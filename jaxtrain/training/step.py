@@ -75,7 +75,6 @@ class StepMetrics:
 
     loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained parameters.
     load_violation: largest over layers of max expert load over mean load, minus 1.
-    metrics: means of the loss function's own sums.
     """
 
     loss: jax.Array
@@ -86,7 +85,6 @@ class StepMetrics:
     tokens: jax.Array
     load_violation: jax.Array
     finite: jax.Array
-    metrics: Arrays
 
 
 def accumulate(
@@ -142,10 +140,10 @@ def apply(
     sums: Sums,
     inputs: StepInputs,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step. A batch with a non-finite loss or gradient, or without any weight, changes nothing."""
+    """One optimizer step of sums whose `metrics` are left out. A batch with a non-finite loss or gradient, or without any weight, changes nothing."""
     weight = jnp.maximum(sums.weight, 1e-20)
     gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss) & (sums.weight > 0)
     scale = jnp.where(finite, jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-20)), 0.0)
     gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)
@@ -163,12 +161,11 @@ def apply(
         loss=sums.loss / weight,
         balance_loss=sums.balance / jnp.maximum(sums.tokens, 1.0),
         gradient_norm=norm,
-        update_rms=jnp.where(finite, optax.global_norm(steps) / size**0.5, 0.0),
+        update_rms=jnp.where(finite, optax.tree.norm(steps) / size**0.5, 0.0),
         weight=sums.weight,
         tokens=sums.tokens,
         load_violation=jnp.max(load, initial=1.0) - 1.0,
         finite=finite,
-        metrics=jax.tree.map(lambda total: total / weight, sums.metrics),
     )
 
 

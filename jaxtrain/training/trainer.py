@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,9 @@ from sharding.tree import shard, shardings_like
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled functions of one loss: `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`,
-    `apply(state, sums, inputs) -> state, metrics`. State and sums are donated where they are replaced.
+    """Compiled functions of one loss: `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`, and
+    `apply(state, sums without metrics, inputs) -> state, metrics`, which all losses share. State and sums are
+    donated where they are replaced.
     """
 
     zero: Callable[[], Sums]
@@ -109,17 +109,9 @@ def initial_state(
     return TrainState(params=params, buffers=buffers, optimizer=optimizer_state)
 
 
-def compile_programs(
-    definition: Definition,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    *,
-    loss_function: LossFunction,
-    metric_names: tuple[str, ...],
-    clip_norm: float,
-) -> Programs:
-    """Jitted programs; each compiles once, at its first use, whatever the batch size becomes."""
-    sums = Sums(
+def sums_shardings(placement: Placement, metric_names: tuple[str, ...]) -> Sums:
+    """Where sums live: gradients as the parameters, the rest everywhere."""
+    return Sums(
         gradients=placement.state.params,
         loss=placement.replicated,
         weight=placement.replicated,
@@ -128,6 +120,31 @@ def compile_programs(
         expert_counts=placement.replicated,
         metrics={name: placement.replicated for name in metric_names},
     )
+
+
+def compile_apply(
+    optimizer: optax.GradientTransformation, placement: Placement, *, clip_norm: float
+) -> Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]]:
+    """The jitted step, the same for every loss; compiles once, at its first use."""
+    return jax.jit(
+        partial(apply, optimizer, clip_norm),
+        donate_argnums=0,
+        in_shardings=(placement.state, sums_shardings(placement, ()), placement.replicated),
+        out_shardings=(placement.state, placement.replicated),
+    )
+
+
+def compile_programs(
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    loss_function: LossFunction,
+    metric_names: tuple[str, ...],
+    step: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]],
+) -> Programs:
+    """Jitted programs of one loss; each compiles once, whatever the batch size becomes. step: `compile_apply`'s."""
+    sums = sums_shardings(placement, metric_names)
     zero = jax.jit(
         lambda: zero_sums(definition, abstract_state(definition, optimizer).params, metric_names),
         out_shardings=sums,
@@ -137,12 +154,6 @@ def compile_programs(
         donate_argnums=1,
         in_shardings=(placement.state, sums, placement.rows, placement.replicated),
         out_shardings=sums,
-    )
-    step = jax.jit(
-        partial(apply, optimizer, clip_norm),
-        donate_argnums=(0, 1),
-        in_shardings=(placement.state, sums, placement.replicated),
-        out_shardings=(placement.state, placement.replicated),
     )
     return Programs(zero=zero, accumulate=add, apply=step)
 
@@ -167,12 +178,14 @@ def train_step(
     inputs = StepInputs(
         learning_rate=jnp.float32(learning_rate), router_bias_rate=jnp.float32(router_bias_rate)
     )
-    state, metrics = programs.apply(state, sums, inputs)
-    return state, _report(metrics, started)
+    state, metrics = programs.apply(state, replace(sums, metrics={}), inputs)
+    return state, _report(metrics, sums.metrics, started)
 
 
-def _report(metrics: StepMetrics, started: float) -> StepReport:
-    host: StepMetrics = jax.device_get(metrics)
-    values: Mapping[str, Any] = {**vars(host), **host.metrics}
-    numbers = {k: float(v) for k, v in values.items() if k not in ("metrics", "finite")}
-    return StepReport(values=numbers, finite=bool(host.finite), seconds=time.perf_counter() - started)
+def _report(metrics: StepMetrics, sums: dict[str, jax.Array], started: float) -> StepReport:
+    """Numbers on the host; the loss's own sums become means over the token weight."""
+    host, totals = jax.device_get((metrics, sums))
+    weight = max(float(host.weight), 1e-20)
+    values = {name: float(value) for name, value in vars(host).items() if name != "finite"}
+    values |= {name: float(total) / weight for name, total in totals.items()}
+    return StepReport(values=values, finite=bool(host.finite), seconds=time.perf_counter() - started)

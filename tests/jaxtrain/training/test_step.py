@@ -15,6 +15,7 @@ from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.decoder import define
 from jaxtrain.optim.optimizer import OptimizerConfig, build
 from jaxtrain.training.trainer import (
+    compile_apply,
     compile_programs,
     initial_state,
     place,
@@ -49,7 +50,7 @@ def trainer(axes: dict[str, int]):
         placement,
         loss_function=next_token,
         metric_names=NEXT_TOKEN_METRICS,
-        clip_norm=1.0,
+        step=compile_apply(optimizer, placement, clip_norm=1.0),
     )
     return programs, placement, initial_state(DEFINITION, optimizer, placement, seed=0)
 
