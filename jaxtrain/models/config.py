@@ -1,4 +1,7 @@
-"""Numbers that define a decoder, read from a Hugging Face config.json and checked before any device is used."""
+"""Numbers that define a decoder, read from a Hugging Face config.json.
+
+They are checked before any device is used.
+"""
 
 from __future__ import annotations
 

@@ -189,9 +189,9 @@ class Head(nnx.Module):
 def sequence_balance(routing: Routing, segment_ids_BS: jax.Array, config: ModelConfig) -> jax.Array:
     """Sequence-level balance loss of one layer, summed over rows' valid tokens (float32 scalar).
 
-    For each row: E/k * sum_e f_e * P_e with f_e the fraction of the row's tokens choosing e (so its sum is k) and
-    P_e the mean of the scores normalised over experts (DeepSeek-V3, arXiv 2412.19437, eq. 17-20); a row counts
-    as many times as it has valid tokens. Denominator: the number of valid tokens of the batch.
+    For each row: E/k * sum_e f_e * P_e with f_e the fraction of the row's tokens choosing e (so its sum is
+    k) and P_e the mean of the scores normalised over experts (DeepSeek-V3, arXiv 2412.19437, eq. 17-20); a
+    row counts as many times as it has valid tokens. Denominator: the number of valid tokens of the batch.
     """
     b, s = segment_ids_BS.shape
     valid_BS = (segment_ids_BS > 0).astype(jnp.float32)
@@ -282,7 +282,10 @@ def _initialize(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
 def initialize(
     config: ModelConfig, *, seed: int, shardings: Mapping[str, jax.sharding.Sharding] | None = None
 ) -> dict[str, jax.Array]:
-    """Random parameters, created where `shardings` places them. The same seed gives the same numbers on any mesh."""
+    """Random parameters, created where `shardings` places them.
+
+    The same seed gives the same numbers on any mesh.
+    """
     key = jax.random.key(seed)
     if shardings is None:
         return _initialize(config, key)

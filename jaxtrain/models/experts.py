@@ -111,7 +111,10 @@ def _block_layout(ids_Nk: jax.Array, *, num_experts: int, num_blocks: int) -> tu
 
 @jax.custom_vjp
 def _by_block(rows_MRD: jax.Array, weights_EDF: jax.Array, expert_M: jax.Array) -> jax.Array:
-    """rows[m] @ weights[expert[m]] -> [M, R, F]. The copies of the weights are not kept for the backward pass."""
+    """rows[m] @ weights[expert[m]] -> [M, R, F].
+
+    The copies of the weights are not kept for the backward pass.
+    """
     return rows_MRD @ weights_EDF[expert_M]
 
 

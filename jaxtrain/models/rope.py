@@ -1,4 +1,7 @@
-"""Rotary position embedding on the first `rotary_dim` channels of a head (Su et al. 2021, arXiv 2104.09864)."""
+"""Rotary position embedding on the first `rotary_dim` channels of a head.
+
+Source: Su et al. 2021, arXiv 2104.09864.
+"""
 
 from __future__ import annotations
 

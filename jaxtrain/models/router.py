@@ -1,7 +1,7 @@
 """Sigmoid top-k router in float32 with a selection-only correction bias.
 
-Source: GLM-4.5 (arXiv 2508.06471) and auxiliary-loss-free balancing (arXiv 2408.15664): the bias takes part in
-choosing experts, never in their weights, so it has no gradient.
+Source: GLM-4.5 (arXiv 2508.06471) and auxiliary-loss-free balancing (arXiv 2408.15664): the bias takes part
+in choosing experts, never in their weights, so it has no gradient.
 """
 
 # N tokens, D model, E experts, k experts a token
@@ -21,7 +21,10 @@ from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """ids int32 [N, k], weights float32 [N, k] (their sum is routed_scaling_factor), scores float32 [N, E]."""
+    """ids int32 [N, k], weights float32 [N, k], scores float32 [N, E].
+
+    The sum of a token's weights is routed_scaling_factor.
+    """
 
     ids: jax.Array
     weights: jax.Array
@@ -53,5 +56,8 @@ def expert_counts(ids_Nk: jax.Array, valid_N: jax.Array, *, num_experts: int) ->
 
 
 def correction_bias_update(counts_LE: jax.Array, *, rate: jax.Array | float) -> jax.Array:
-    """rate * sign(mean load - load), from counts of the whole global batch (arXiv 2408.15664, algorithm 1)."""
+    """rate * sign(mean load - load), from counts of the whole global batch.
+
+    Source: arXiv 2408.15664, algorithm 1.
+    """
     return rate * jnp.sign(counts_LE.mean(axis=-1, keepdims=True) - counts_LE)

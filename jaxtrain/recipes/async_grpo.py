@@ -1,8 +1,9 @@
 """Asynchronous GRPO: a warm start, then policy-gradient steps on whatever the rollout fleet has sent.
 
-Trainer and fleet meet only in the store. Every step trains on a plan written before it (contract 4), and every
-version follows the last one in the chain (contract 1), so a restart redoes what the plans say: it restores a
-checkpoint, trains the recorded plans again, publishes nothing until the head's step is passed, and goes on.
+Trainer and fleet meet only in the store. Every step trains on a plan written before it (contract 4), and
+every version follows the last one in the chain (contract 1), so a restart redoes what the plans say: it
+restores a checkpoint, trains the recorded plans again, publishes nothing until the head's step is passed,
+and goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ FILL = 0.95  # of a batch's positions that a plan aims at; best-fit packing lose
 def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int | None = None) -> None:
     """Trains until `rl.steps` are done and both evaluations are answered; run again to resume.
 
-    discard_plans_after_step: forget the plans of later RL steps, the way out of a plan that cannot be trained.
+    discard_plans_after_step: forget the plans of later RL steps, the way out of a plan that cannot be
+    trained.
     """
     context = open_context(config, run_dir)
     store = Store.open(config.store_url)
@@ -187,7 +189,10 @@ def open_planner(config: AsyncGrpoConfig, store: Store, check: Callable[[], None
 
 
 def length_bin_edges(longest: int, bins: int) -> tuple[int, ...]:
-    """Upper edges in tokens of `bins` equal parts of [0, longest); the published number of bins is unknown."""
+    """Upper edges in tokens of `bins` equal parts of [0, longest).
+
+    The published number of bins is unknown.
+    """
     return tuple(longest * part // bins for part in range(1, bins))
 
 

@@ -1,4 +1,7 @@
-"""The supervised phase: next-token prediction on worked answers, for `sft` and the warm start of RL recipes."""
+"""The supervised phase: next-token prediction on worked answers.
+
+It serves `sft` and the warm start of RL recipes.
+"""
 
 from __future__ import annotations
 
