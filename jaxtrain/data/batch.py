@@ -14,8 +14,8 @@ import numpy as np
 class Batch:
     """Packed documents. Token t of a row predicts `targets[t]` with weight `loss_weights[t]`.
 
-    tokens, targets: int32. loss_weights: float32, 0 where nothing is learnt. segment_ids: int32, from 1 in each
-    row, 0 is padding. positions: int32 within the document.
+    tokens, targets: int32. loss_weights: float32, 0 where nothing is learnt. segment_ids: int32, from 1 in
+    each row, 0 is padding. positions: int32 within the document.
     Reinforcement learning adds, per target token, 0 (temperature: 1) where there is none:
     behavior_logprobs, advantages, temperature: float32. versions: int32, -1 where not sampled.
     """

@@ -1,7 +1,7 @@
 """Best-fit packing of whole documents into fixed rows, and rows into microbatches.
 
-Pure and global: the same documents in the same order give the same batch in every process. Documents are never
-cut; one longer than a row is an error, since its source decides what to leave out.
+Pure and global: the same documents in the same order give the same batch in every process. Documents are
+never cut; one longer than a row is an error, since its source decides what to leave out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class PackingError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """T tokens. `loss_weights[t]` weighs the prediction *of* token t; so do the RL arrays. The first is never predicted.
+    """T tokens. `loss_weights[t]` weighs the prediction *of* token t; so do the RL arrays.
 
-    tokens int32 [T], loss_weights float32 [T]; behavior_logprobs, versions [T] or None; advantage and temperature
-    of the whole document.
+    The first is never predicted.
+    tokens int32 [T], loss_weights float32 [T]; behavior_logprobs, versions [T] or None; advantage and
+    temperature of the whole document.
     """
 
     tokens: np.ndarray

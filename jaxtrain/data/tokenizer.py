@@ -1,7 +1,8 @@
-"""A Hugging Face tokenizer for small runs: whole tokens for the words every prompt shares, bytes for the rest.
+"""A Hugging Face tokenizer for small runs.
 
-The template words of a task ("Spell this word backward") cost one token each; what differs between prompts, and
-every answer, is spelled in bytes, so nothing is out of vocabulary.
+Whole tokens for the words every prompt shares, bytes for the rest: the template words of a task ("Spell this
+word backward") cost one token each; what differs between prompts, and every answer, is spelled in bytes, so
+nothing is out of vocabulary.
 """
 
 from __future__ import annotations

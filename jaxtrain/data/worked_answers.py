@@ -1,5 +1,6 @@
-"""Supervised documents from an environment's worked answers: the prompt as the fleet sends it, then the answer.
+"""Supervised documents from an environment's worked answers.
 
+A document is the prompt as the fleet sends it, then the answer.
 Order is Grain's seeded shuffle, repeated; the position in it is the only state.
 """
 
@@ -38,14 +39,15 @@ class Supervised:
 class WorkedAnswers:
     """Batches of worked answers; pure in `position`, so a resumed run reads what an uninterrupted one would.
 
-    tokenizer: a Hugging Face tokenizer with a chat template. Raises `ValueError` for an environment that states no
-    answers.
+    tokenizer: a Hugging Face tokenizer with a chat template. Raises `ValueError` for an environment that
+    states no answers.
     """
 
     def __init__(self, environment: WorkedEnvironment, tokenizer: Any, *, seed: int) -> None:
         if not hasattr(environment, "worked_answer"):
             raise ValueError(
-                f"environment {type(environment).__name__} states no worked answers: set warm_start.steps to 0"
+                f"environment {type(environment).__name__} states no worked answers: "
+                "set warm_start.steps to 0"
             )
         self._environment, self._tokenizer = environment, tokenizer
         self._order = grain.MapDataset.range(environment.size).seed(seed).shuffle().repeat()

@@ -44,8 +44,9 @@ STOP_WIDTH = 4  # stop ids of a request before a wider program is compiled
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """slots: requests decoded together. prompts: distinct prompts admitted at once. max_prompt, max_length: tokens.
+    """slots: requests decoded together. prompts: distinct prompts admitted at once.
 
+    max_prompt, max_length: tokens.
     decode_tokens: tokens a slot makes between two looks at the queue and at new weights.
     capture_routed_experts: return the experts of every token, for router replay.
     """
@@ -96,8 +97,8 @@ class _Swap:
 class EmbeddedEngine:
     """`RolloutEngine` on the devices of this process.
 
-    Raises `EngineError` from `generate` for a request that cannot fit, naming the setting, and for every request
-    in flight if the device thread fails; the engine then reports itself unhealthy.
+    Raises `EngineError` from `generate` for a request that cannot fit, naming the setting, and for every
+    request in flight if the device thread fails; the engine then reports itself unhealthy.
     """
 
     name = "embedded"
@@ -228,7 +229,10 @@ class EmbeddedEngine:
             self._fail("embedded engine: closed while requests were running")
 
     def _compile(self) -> None:
-        """Compiles everything before the first weights arrive, on zeros of their shapes: no request waits for it."""
+        """Compiles everything before the first weights arrive, on zeros of their shapes.
+
+        No request waits for it.
+        """
         settings = self.settings
         floats = {
             path: np.float32 if path in self._definition.buffers else self._compute_dtype

@@ -1,8 +1,8 @@
 """Device side of the embedded engine: a fixed number of slots decoded together, three compiled programs.
 
-`prefill` runs distinct prompts once; `insert` copies their keys and values into the slots of every request that
-shares them; `decode` advances all slots by a few tokens. Shapes never change, so weights can be swapped between
-two calls while requests run (keep_kv), or the cache rebuilt under the new weights (recompute_kv).
+`prefill` runs distinct prompts once; `insert` copies their keys and values into the slots of every request
+that shares them; `decode` advances all slots by a few tokens. Shapes never change, so weights can be swapped
+between two calls while requests run (keep_kv), or the cache rebuilt under the new weights (recompute_kv).
 """
 
 # B slots, T cache length, P prompt length, N prompts, M insertions, C tokens of a decode call, V vocabulary
@@ -41,7 +41,10 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoded:
-    """C steps: tokens int32 [C, B], logprobs float32 [C, B], valid bool [C, B]; experts int32 [C, B, Lm, k]."""
+    """C steps.
+
+    tokens int32 [C, B], logprobs float32 [C, B], valid bool [C, B]; experts int32 [C, B, Lm, k].
+    """
 
     tokens: jax.Array
     logprobs: jax.Array
@@ -52,7 +55,10 @@ class Decoded:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Insertion:
-    """Requests entering slots; entry i uses prompt `source[i]`. A slot index of B is an empty entry. All [M]."""
+    """Requests entering slots; entry i uses prompt `source[i]`.
+
+    A slot index of B is an empty entry. All [M].
+    """
 
     slot: jax.Array
     source: jax.Array

@@ -28,8 +28,8 @@ def load(
 ) -> Params:
     """Parameters of the version in `update`, on the default device.
 
-    Matrices are dequantised exactly (BF16) and kept in `compute_dtype`; the router's bias stays float32. A stacked
-    parameter none of whose tensors changed is shared with `old`.
+    Matrices are dequantised exactly (BF16) and kept in `compute_dtype`; the router's bias stays float32. A
+    stacked parameter none of whose tensors changed is shared with `old`.
     """
     sources = names.tensors(hf_config)
     changed = {source.path for source in sources if _changed(source, update)}

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 class PolicyLoss:
     """Sums over tokens with weight.
 
-    loss: the surrogate. inside: weight of tokens inside the window. ratio, log_ratio_squared: of r and log(r)^2.
+    loss: the surrogate. inside: weight of tokens inside the window. ratio, log_ratio_squared: of r and
+    log(r)^2.
     """
 
     loss: jax.Array
@@ -35,8 +36,9 @@ def double_sided_importance_sampling(
 ) -> PolicyLoss:
     """-sum stop_gradient(f(r)) * A * log pi, r = exp(log pi - log pi_behavior).
 
-    f(r) = r for r in (1 - eps_low, 1 + eps_high), else 0: a token outside leaves the gradient, it is not clipped.
-    Token level, because one trajectory mixes policy versions, and no pass of an old policy is needed.
+    f(r) = r for r in (1 - eps_low, 1 + eps_high), else 0: a token outside leaves the gradient, it is not
+    clipped. Token level, because one trajectory mixes policy versions, and no pass of an old policy is
+    needed.
     Source: Solar Open 2 (arXiv 2607.20062), direct double-sided importance sampling.
     """
     log_ratio = jax.lax.stop_gradient(logprobs_N) - behavior_logprobs_N

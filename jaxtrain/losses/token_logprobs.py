@@ -29,8 +29,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """log softmax(hidden @ head / temperature)[target], statistics in float32.
 
-    Tokens are projected `chunk` at a time and the backward pass recomputes each chunk's logits, so the largest
-    temporary is [chunk, V]. `temperature_N` must be positive; None means 1.
+    Tokens are projected `chunk` at a time and the backward pass recomputes each chunk's logits, so the
+    largest temporary is [chunk, V]. `temperature_N` must be positive; None means 1.
     """
     n, d = hidden_ND.shape
     chunk = min(chunk, n)

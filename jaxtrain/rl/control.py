@@ -84,9 +84,9 @@ class Evaluations:
                 for key in unanswered:
                     self._store.delete(key)
                 raise EvaluationTimeout(
-                    f"waited {self._timeout:g} s for evaluations {', '.join(unanswered)} in {self._store.url}: "
-                    "look whether a rollout worker runs and its engine serves the version asked for, or raise "
-                    "evaluation.timeout_s"
+                    f"waited {self._timeout:g} s for evaluations {', '.join(unanswered)} in "
+                    f"{self._store.url}: look whether a rollout worker runs and its engine serves the "
+                    "version asked for, or raise evaluation.timeout_s"
                 )
             self.renew()
             time.sleep(POLL_SECONDS)

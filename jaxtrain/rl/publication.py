@@ -72,8 +72,9 @@ class Publications:
         return cls(publisher, config.weights.publish_every, head, head.version, _published_step=step)
 
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
-        """Publishes `state` if its step is past the last published one and due; at the head's step, checks the redo.
+        """Publishes `state` if its step is past the last published one and due.
 
+        At the head's step, checks the redo.
         Waits only while the publication before is still on its way.
         """
         params = {**state.params, **state.buffers}
@@ -84,8 +85,8 @@ class Publications:
                 )
             else:
                 log.warning(
-                    "the redo of step %d differs from version %d (another mesh or machine?); the chain goes on from "
-                    "the published version",
+                    "the redo of step %d differs from version %d (another mesh or machine?); the chain goes "
+                    "on from the published version",
                     progress.step,
                     self.head.version,
                 )

@@ -1,4 +1,7 @@
-"""What every recipe opens before its first step: devices, tasks, tokenizer, model, optimizer, checkpoints, metrics."""
+"""What every recipe opens before its first step.
+
+Devices, tasks, tokenizer, model, optimizer, checkpoints, metrics.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,9 @@ class TooManyNonFinite(RuntimeError):
 class Progress:
     """Where a run is; the JSON item of its checkpoints.
 
-    step: optimizer steps of all phases. supervised_steps, rl_steps: of each. *_tokens: valid tokens trained on in
-    each phase, which its schedules are functions of. position: in the worked answers. nonfinite: steps skipped.
+    step: optimizer steps of all phases. supervised_steps, rl_steps: of each. *_tokens: valid tokens trained
+    on in each phase, which its schedules are functions of. position: in the worked answers. nonfinite: steps
+    skipped.
     """
 
     step: int = 0
@@ -112,8 +116,9 @@ class Context:
         log.warning("step %d skipped: its loss or gradient is not finite", progress.step)
         if progress.nonfinite + 1 > limit:
             raise TooManyNonFinite(
-                f"step {progress.step}: {progress.nonfinite + 1} steps had a non-finite loss or gradient, more than "
-                f"failure.max_nonfinite_steps {limit}; lower the learning rate, or look at the data of this step"
+                f"step {progress.step}: {progress.nonfinite + 1} steps had a non-finite loss or gradient, "
+                f"more than failure.max_nonfinite_steps {limit}; lower the learning rate, or look at the "
+                "data of this step"
             )
         return replace(progress, nonfinite=progress.nonfinite + 1)
 

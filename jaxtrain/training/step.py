@@ -1,7 +1,7 @@
 """The two programs of training: `accumulate` sums over a microbatch, `apply` makes one step of the sums.
 
-A batch is any number of microbatches, so batch-size warm-up changes no shape and compiles nothing again. Sums are
-unnormalised float32: the step divides once by the whole batch's token weight, then clips, then updates.
+A batch is any number of microbatches, so batch-size warm-up changes no shape and compiles nothing again. Sums
+are unnormalised float32: the step divides once by the whole batch's token weight, then clips, then updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ CORRECTION_BIAS = "moe/mlp/router/correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the tokens of a microbatch. `loss` is differentiated; `metrics` are sums with weight `weight`."""
+    """Sums over the tokens of a microbatch.
+
+    `loss` is differentiated; `metrics` are sums with weight `weight`.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -73,7 +76,8 @@ class StepInputs:
 class StepMetrics:
     """Float32 scalars of one step. `finite` is False when the step was skipped.
 
-    loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained parameters.
+    loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained
+    parameters.
     load_violation: largest over layers of max expert load over mean load, minus 1.
     """
 
@@ -97,8 +101,9 @@ def accumulate(
 ) -> Sums:
     """Adds one microbatch [row, sequence].
 
-    balance_scale: auxiliary loss weight times (token weight / valid tokens) of the whole batch, so that after the
-    one division by the token weight the balance loss is a mean over its own denominator, the valid tokens.
+    balance_scale: auxiliary loss weight times (token weight / valid tokens) of the whole batch, so that after
+    the one division by the token weight the balance loss is a mean over its own denominator, the valid
+    tokens.
     """
 
     def objective(params: Arrays) -> tuple[jax.Array, LossSums]:
@@ -140,7 +145,10 @@ def apply(
     sums: Sums,
     inputs: StepInputs,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step of sums whose `metrics` are left out. A batch with a non-finite loss or gradient, or without any weight, changes nothing."""
+    """One optimizer step of sums whose `metrics` are left out.
+
+    A batch with a non-finite loss or gradient, or without any weight, changes nothing.
+    """
     weight = jnp.maximum(sums.weight, 1e-20)
     gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
     norm = optax.tree.norm(gradients)

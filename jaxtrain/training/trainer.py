@@ -31,9 +31,11 @@ from sharding.tree import shard, shardings_like
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled functions of one loss: `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`, and
-    `apply(state, sums without metrics, inputs) -> state, metrics`, which all losses share. State and sums are
-    donated where they are replaced.
+    """Compiled functions of one loss.
+
+    `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`, and
+    `apply(state, sums without metrics, inputs) -> state, metrics`, which all losses share. State and sums
+    are donated where they are replaced.
     """
 
     zero: Callable[[], Sums]
@@ -143,7 +145,10 @@ def compile_programs(
     metric_names: tuple[str, ...],
     step: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]],
 ) -> Programs:
-    """Jitted programs of one loss; each compiles once, whatever the batch size becomes. step: `compile_apply`'s."""
+    """Jitted programs of one loss; each compiles once, whatever the batch size becomes.
+
+    step: `compile_apply`'s.
+    """
     sums = sums_shardings(placement, metric_names)
     zero = jax.jit(
         lambda: zero_sums(definition, abstract_state(definition, optimizer).params, metric_names),

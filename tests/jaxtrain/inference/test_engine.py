@@ -81,7 +81,10 @@ def run(coroutine):
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(tmp_path):
-    """More requests than slots, two temperatures; each result equals an uncached pass over the same weights."""
+    """More requests than slots, two temperatures.
+
+    Each result equals an uncached pass over the same weights.
+    """
     update = make_update(tmp_path, 1)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 4], [11], [3, 3]]
 

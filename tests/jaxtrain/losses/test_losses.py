@@ -57,7 +57,10 @@ def test_peak_memory_does_not_hold_all_logits():
 
 
 def test_window_masks_tokens_and_weighs_the_rest_by_their_ratio():
-    """r = 1, 1.5, 2.5 (above 1 + 1), 0.4 (below 1 - 0.5); gradient of -r * A * log pi is -r * A inside, 0 outside."""
+    """r = 1, 1.5, 2.5 (above 1 + 1), 0.4 (below 1 - 0.5).
+
+    The gradient of -r * A * log pi is -r * A inside, 0 outside.
+    """
     behavior = jnp.log(jnp.array([0.2, 0.2, 0.2, 0.5]))
     logprobs = jnp.log(jnp.array([0.2, 0.3, 0.5, 0.2]))
     advantages = jnp.array([1.0, -2.0, 1.0, 1.0])
