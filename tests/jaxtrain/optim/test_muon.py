@@ -1,4 +1,4 @@
-"""Muon: torch and optax as oracles on one device, one device as the oracle of many."""
+"""Muon: optax as the oracle on one device, one device as the oracle of many."""
 
 from __future__ import annotations
 
@@ -9,72 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
 from jaxtrain.optim.newton_schulz import Algorithm
-
-STEPS = 4
-
-
-def _gradients(shapes, steps=STEPS, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        {p: jnp.asarray(rng.normal(size=s) * 1e-2, jnp.float32) for p, s in shapes.items()}
-        for _ in range(steps)
-    ]
-
-
-def _run(config, gradients, layouts=None):
-    """Returns the directions of each step."""
-    transform = scale_by_muon(config, layouts or {p: layout_of(g) for p, g in gradients[0].items()})
-    state = transform.init(gradients[0])
-    update = jax.jit(transform.update)
-    found = []
-    for gradient in gradients:
-        directions, state = update(gradient, state)
-        found.append(directions)
-    return found, state
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
-def test_equals_torch_muon_in_float32(monkeypatch, nesterov, shape):
-    """torch.optim.Muon casts to bfloat16 to iterate; here the cast is taken out, the rest is torch's."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    gradients = _gradients({"w": shape})
-    start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.Muon(
-        [parameter],
-        lr=1.0,
-        weight_decay=0.0,
-        momentum=0.95,
-        nesterov=nesterov,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    expected = []
-    for gradient in gradients:
-        before = parameter.detach().clone()
-        parameter.grad = torch.from_numpy(np.array(gradient["w"]))
-        optimizer.step()
-        expected.append((before - parameter.detach()).numpy())
-    found, _ = _run(MuonConfig(nesterov=nesterov), gradients)
-    for step in range(STEPS):
-        np.testing.assert_allclose(found[step]["w"], expected[step], atol=1e-4)
+from tests.jaxtrain.optim.muon_steps import directions_of, gradients_of
 
 
 def test_equals_optax_muon_over_stacked_matrices():
     """Without Nesterov, where optax differs from torch by the bias correction of its two terms."""
-    gradients = _gradients({"w": (2, 3, 12, 8), "v": (2, 8, 12)})
+    gradients = gradients_of({"w": (2, 3, 12, 8), "v": (2, 8, 12)})
     dimension = {"w": optax.contrib.MuonDimensionNumbers(2, 3), "v": optax.contrib.MuonDimensionNumbers(1, 2)}
     reference = optax.contrib.muon(
         1.0, consistent_rms=0.2, nesterov=False, muon_weight_dimension_numbers=lambda _: dimension
     )
     params = jax.tree.map(jnp.zeros_like, gradients[0])
     state = reference.init(params)
-    found, _ = _run(MuonConfig(nesterov=False), gradients)
+    found, _ = directions_of(MuonConfig(nesterov=False), gradients)
     for step, gradient in enumerate(gradients):
         updates, state = reference.update(gradient, state, params)
         for path in gradient:
@@ -87,38 +38,38 @@ def test_update_rms_is_the_configured_one_for_every_shape(algorithm):
     config = MuonConfig(
         algorithm=algorithm, coefficients="polar_express", newton_schulz_steps=8, update_rms=0.2
     )
-    found, _ = _run(config, _gradients({"w": (3, 8, 40), "v": (40, 8), "s": (20, 20)}, steps=1))
+    found, _ = directions_of(config, gradients_of({"w": (3, 8, 40), "v": (40, 8), "s": (20, 20)}, steps=1))
     for direction in found[0].values():
         rms = jnp.sqrt(jnp.mean(jnp.square(direction), axis=(-2, -1)))
         np.testing.assert_allclose(rms, 0.2, rtol=0.02)
 
 
 def test_grouping_changes_nothing():
-    gradients = _gradients({"a": (2, 3, 8, 12), "b": (8, 12), "c": (2, 8, 12)}, steps=1)
-    together, _ = _run(MuonConfig(), gradients)
+    gradients = gradients_of({"a": (2, 3, 8, 12), "b": (8, 12), "c": (2, 8, 12)}, steps=1)
+    together, _ = directions_of(MuonConfig(), gradients)
     for path in gradients[0]:
-        alone, _ = _run(MuonConfig(), [{path: g[path]} for g in gradients])
+        alone, _ = directions_of(MuonConfig(), [{path: g[path]} for g in gradients])
         np.testing.assert_allclose(together[0][path], alone[0][path], atol=1e-6)
 
 
 def test_split_heads_orthogonalises_each_head_alone():
-    gradients = _gradients({"q": (2, 8, 3 * 4)}, steps=1)
+    gradients = gradients_of({"q": (2, 8, 3 * 4)}, steps=1)
     layouts = {"q": layout_of(gradients[0]["q"], head_width=4)}
     assert layouts["q"].matrix == (8, 4)
     assert layouts["q"].count == 6
-    found, _ = _run(MuonConfig(), gradients, layouts)
+    found, _ = directions_of(MuonConfig(), gradients, layouts)
     for head in range(3):
         columns = slice(4 * head, 4 * head + 4)
-        alone, _ = _run(MuonConfig(), [{"q": gradients[0]["q"][..., columns]}])
+        alone, _ = directions_of(MuonConfig(), [{"q": gradients[0]["q"][..., columns]}])
         np.testing.assert_allclose(found[0]["q"][..., columns], alone[0]["q"], atol=1e-6)
     with pytest.raises(ValueError, match="q: 12 columns are not whole heads of 5"):
         scale_by_muon(MuonConfig(), {"q": layout_of(gradients[0]["q"], head_width=5)})
 
 
 def test_momentum_is_stored_as_configured():
-    gradients = _gradients({"w": (8, 12)})
-    found, state = _run(MuonConfig(momentum_dtype="bfloat16"), gradients)
-    exact, _ = _run(MuonConfig(), gradients)
+    gradients = gradients_of({"w": (8, 12)})
+    found, state = directions_of(MuonConfig(momentum_dtype="bfloat16"), gradients)
+    exact, _ = directions_of(MuonConfig(), gradients)
     assert state.momentum["w"].dtype == jnp.bfloat16
     assert found[-1]["w"].dtype == jnp.float32
     np.testing.assert_allclose(found[-1]["w"], exact[-1]["w"], atol=0.05)
@@ -151,10 +102,10 @@ def mesh():
 @pytest.mark.parametrize(("algorithm", "axis_type"), [("direct", AxisType.Auto), ("gram", AxisType.Explicit)])
 def test_many_devices_give_what_one_gives(algorithm, axis_type):
     mesh = _mesh(axis_type)
-    gradients = _gradients({path: shape for path, (shape, _) in SHARDED.items()}, steps=2)
+    gradients = gradients_of({path: shape for path, (shape, _) in SHARDED.items()}, steps=2)
     config = MuonConfig(algorithm=algorithm)
-    expected, _ = _run(config, gradients)
-    found, state = _run(config, [_shard(gradient, mesh) for gradient in gradients])
+    expected, _ = directions_of(config, gradients)
+    found, state = directions_of(config, [_shard(gradient, mesh) for gradient in gradients])
     for step in range(2):
         for path in SHARDED:
             assert found[step][path].sharding.is_equivalent_to(
@@ -176,7 +127,7 @@ def _collectives(config, gradients):
 
 def test_two_all_to_alls_per_group_and_nothing_else_but_sharing_with_replicas(mesh):
     """`dense` is replicated over tensor, whose two devices each take half and gather the results."""
-    gradients = _shard(_gradients({path: shape for path, (shape, _) in SHARDED.items()}, steps=1)[0], mesh)
+    gradients = _shard(gradients_of({path: shape for path, (shape, _) in SHARDED.items()}, steps=1)[0], mesh)
     assert _collectives(MuonConfig(), gradients) == {"all-to-all": 8, "all-gather": 1}
 
 
@@ -191,11 +142,11 @@ LONE = {
 
 
 def test_lone_large_matrices_are_shared_by_all_devices(mesh):
-    values = _gradients({path: shape for path, (shape, _) in LONE.items()}, steps=1)[0]
+    values = gradients_of({path: shape for path, (shape, _) in LONE.items()}, steps=1)[0]
     sharded = {p: jax.device_put(x, NamedSharding(mesh, LONE[p][1])) for p, x in values.items()}
     config = MuonConfig(algorithm=Algorithm.gram)
-    expected, _ = _run(config, [values])
-    found, _ = _run(config, [sharded])
+    expected, _ = directions_of(config, [values])
+    found, _ = directions_of(config, [sharded])
     for path in LONE:
         np.testing.assert_allclose(found[0][path], expected[0][path], atol=2e-5)
     assert _collectives(config, {"long": sharded["long"]}) == {"all-reduce": 1}
@@ -210,10 +161,10 @@ def test_matrices_cut_only_by_expert_or_layer_need_no_communication(mesh):
 
 def test_heads_are_split_where_they_are(mesh):
     """Columns sharded by whole heads: only the rows' axis communicates; half a head a device is refused."""
-    value = _gradients({"q": (1, 8, 16)}, steps=1)[0]["q"]
+    value = gradients_of({"q": (1, 8, 16)}, steps=1)[0]["q"]
     sharded = jax.device_put(value, NamedSharding(mesh, PartitionSpec(None, "fsdp", ("expert", "tensor"))))
-    expected, _ = _run(MuonConfig(), [{"q": value}], {"q": layout_of(value, head_width=4)})
-    found, _ = _run(MuonConfig(), [{"q": sharded}], {"q": layout_of(sharded, head_width=4)})
+    expected, _ = directions_of(MuonConfig(), [{"q": value}], {"q": layout_of(value, head_width=4)})
+    found, _ = directions_of(MuonConfig(), [{"q": sharded}], {"q": layout_of(sharded, head_width=4)})
     np.testing.assert_allclose(found[0]["q"], expected[0]["q"], atol=1e-5)
     with pytest.raises(
         ValueError, match=r"a device's 4 columns .* are not whole heads of 8; shard the heads over"

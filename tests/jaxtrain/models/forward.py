@@ -1,0 +1,47 @@
+"""The tiny model as a function of its parameters, and parameters that leave no part of it trivial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import RouterStatistics, define, initialize
+from tests.jaxtrain.models.tiny import HF_CONFIG
+
+CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")
+
+
+def perturbed_parameters(seed: int) -> dict[str, jax.Array]:
+    """Initial parameters plus noise of 0.3, of 0.1 for norms: as initialised, biases are 0 and norms 1."""
+    rng = np.random.default_rng(seed)
+    return {
+        path: value + (0.1 if "norm" in path else 0.3) * rng.normal(size=value.shape).astype(np.float32)
+        for path, value in sorted(initialize(CONFIG, seed=seed).items())
+    }
+
+
+def tokens_of(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(0, HF_CONFIG["vocab_size"], shape).astype(np.int32)
+
+
+def forward(
+    params: Mapping[str, jax.Array],
+    tokens: np.ndarray,
+    positions: np.ndarray | None = None,
+    segment_ids: np.ndarray | None = None,
+) -> tuple[jax.Array, RouterStatistics]:
+    """Logits [row, sequence, vocabulary] and router statistics; without the last two, a document a row."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    segment_ids = np.ones(tokens.shape, np.int32) if segment_ids is None else segment_ids
+
+    @jax.jit
+    def run(params):
+        model = define(CONFIG).bind(params)
+        hidden, statistics = model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
+        return model.logits(hidden), statistics
+
+    return run(params)
