@@ -38,11 +38,12 @@ DEPENDENCIES = [
 ]
 
 EXTRAS = {
+    # What the tests import and the packages above do not bring, except torch: it comes with vLLM
+    # (`make vllm`), which `make test` installs too.
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6",
-        "chex>=0.1.90",
         "ruff>=0.14",
         "import-linter>=2.5",
         "pyright[nodejs]>=1.1.400",
