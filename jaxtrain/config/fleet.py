@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,11 +13,10 @@ from jaxtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Scalar,
     Section,
     setting,
 )
-
-Scalar = bool | int | float | str
 
 
 class TokenizerSection(Section):
@@ -40,11 +40,14 @@ class EnvironmentSection(Section):
         "correct", "trained on: the verifier's score, partial credit included, or only whether it is full"
     )
 
-    def arguments(self, *, seed: int) -> dict[str, Any]:
-        """Keyword arguments of the environment `name` in rollout_bridge's registry."""
+    def arguments(self, *, seed: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Keyword arguments of the environment `name` in rollout_bridge's registry.
+
+        options: instead of the section's own.
+        """
         return {
             "dataset": self.task,
-            "options": dict(self.options),
+            "options": dict(self.options if options is None else options),
             "seed": seed,
             "train_size": self.train_prompts,
             "held_out_size": self.held_out_prompts,
@@ -128,7 +131,9 @@ class ProcessSection(Section):
     """How `jaxtrain quickstart` runs the parts on one machine."""
 
     pin_cores: bool = setting(
-        True, "disjoint cores, so that the threads of one process do not stall another", resumable=True
+        False,
+        "disjoint cores a process; two free cores trained 1.3 times faster than one pinned",
+        resumable=True,
     )
     trainer_cores: NonNegativeInt = setting(
         0, "cores of the trainer when pinned; 0 takes half", resumable=True

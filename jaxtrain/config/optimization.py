@@ -11,6 +11,7 @@ from jaxtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Scalar,
     Section,
     rejection,
     required,
@@ -127,6 +128,10 @@ class Phase(Section):
 
 class SupervisedPhase(Phase):
     """Next-token prediction on worked answers; prompt tokens carry no loss."""
+
+    task_options: dict[str, Scalar | list[Scalar]] | None = setting(
+        None, "options of the task that answers are worked for; None takes environment.options"
+    )
 
 
 class RlPhase(Phase):

@@ -17,13 +17,17 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, best_fit, pack
 
 
-class WorkedEnvironment(Protocol):
-    """An environment that also states answers."""
+class Tasks(Protocol):
+    """Tasks by index, as an `Environment` has them."""
 
     @property
     def size(self) -> int: ...
 
     def task(self, index: int) -> Any: ...
+
+
+class WorkedEnvironment(Tasks, Protocol):
+    """An environment that also states answers."""
 
     def worked_answer(self, index: int) -> tuple[str, str]: ...
 
@@ -39,17 +43,23 @@ class Supervised:
 class WorkedAnswers:
     """Batches of worked answers; pure in `position`, so a resumed run reads what an uninterrupted one would.
 
-    tokenizer: a Hugging Face tokenizer with a chat template. Raises `ValueError` for an environment that
-    states no answers.
+    tokenizer: a Hugging Face tokenizer with a chat template.
+    held_out: tasks whose messages are skipped, for an environment whose own split does not see to it.
+
+    Raises `ValueError` for an environment that states no answers.
     """
 
-    def __init__(self, environment: WorkedEnvironment, tokenizer: Any, *, seed: int) -> None:
+    def __init__(
+        self, environment: WorkedEnvironment, tokenizer: Any, *, seed: int, held_out: Tasks | None = None
+    ) -> None:
         if not hasattr(environment, "worked_answer"):
             raise ValueError(
                 f"environment {type(environment).__name__} states no worked answers: "
                 "set warm_start.steps to 0"
             )
         self._environment, self._tokenizer = environment, tokenizer
+        count = 0 if held_out is None else held_out.size
+        self._held_out = {_key(held_out.task(i).messages) for i in range(count)} if held_out else set()
         self._order = grain.MapDataset.range(environment.size).seed(seed).shuffle().repeat()
 
     def document(self, index: int) -> Document:
@@ -65,16 +75,22 @@ class WorkedAnswers:
     def batch(self, position: int, *, microbatches: int, rows: int, sequence_length: int) -> Supervised:
         """As many documents from `position` on as fit in `microbatches` of [rows, sequence_length]."""
         documents: list[Document] = []
+        ends: list[int] = []  # position after each document
         capacity = microbatches * rows * sequence_length
-        used = 0
+        used, at = 0, position
         while used < capacity:
-            documents.append(self.document(int(self._order[position + len(documents)])))
+            index = int(self._order[at])
+            at += 1
+            if _key(self._environment.task(index).messages) in self._held_out:
+                continue
+            documents.append(self.document(index))
+            ends.append(at)
             used += len(documents[-1].tokens) - 1
         while len(documents) > 1 and _rows(documents, sequence_length) > microbatches * rows:
             documents.pop()
         return Supervised(
             batch=pack(documents, rows=rows, sequence_length=sequence_length),
-            position=position + len(documents),
+            position=ends[len(documents) - 1],
         )
 
 
@@ -87,3 +103,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 
 def _rows(documents: Sequence[Document], sequence_length: int) -> int:
     return len(best_fit([len(d.tokens) - 1 for d in documents], sequence_length))
+
+
+def _key(messages: Sequence[dict[str, str]]) -> tuple[str, ...]:
+    return tuple(message["content"] for message in messages)

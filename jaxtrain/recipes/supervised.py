@@ -16,6 +16,7 @@ from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 from jaxtrain.training.context import Context, Progress, batch_ramp, learning_rate
 from jaxtrain.training.step import TrainState
 from jaxtrain.training.trainer import compile_programs, train_step
+from rollout_bridge.rollouts.environments import registry as environments
 
 
 def train(
@@ -26,7 +27,13 @@ def train(
         return state, progress
     config = context.config
     rows, length = config.batch.rows, config.batch.sequence_length
-    data = WorkedAnswers(context.environment, context.tokenizer, seed=config.seed)
+    environment = context.environment
+    if phase.task_options is not None:
+        arguments = config.environment.arguments(seed=config.seed, options=phase.task_options)
+        environment = environments.create(config.environment.name, arguments)
+    data = WorkedAnswers(
+        environment, context.tokenizer, seed=config.seed, held_out=context.environment.held_out
+    )
     rate = learning_rate(phase.learning_rate)
     ramp = batch_ramp(phase.batch, microbatch_tokens=rows * length)
     programs = compile_programs(

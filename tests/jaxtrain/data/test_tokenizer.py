@@ -46,3 +46,24 @@ def test_a_resumed_position_reads_what_would_have_come(environment, tokenizer):
     straight = data.batch(first.position, **shape)
     assert (again.batch.tokens == straight.batch.tokens).all() and again.position == straight.position
     assert not (again.batch.tokens == first.batch.tokens).all()
+
+
+def test_held_out_questions_are_never_worked(environment, tokenizer):
+    """Held out here: tasks 0 to 39 of the split itself; no batch contains their words."""
+
+    class FirstForty:
+        size = 40
+        task = staticmethod(environment.task)
+
+    data = WorkedAnswers(environment, tokenizer, seed=2, held_out=FirstForty())
+    shape = {"microbatches": 1, "rows": 4, "sequence_length": 64}
+    position, words = 0, set()
+    while position < environment.size:
+        taken = data.batch(position, **shape)
+        position = taken.position
+        text = tokenizer.decode(taken.batch.tokens.reshape(-1))
+        words |= {part.split("<|assistant|>")[0] for part in text.split("nus): ")[1:]}
+    held_out = {environment.task(i).data["entry"]["metadata"]["word"] for i in range(40)}
+    seen = {environment.task(i).data["entry"]["metadata"]["word"] for i in range(40, 200)} - held_out
+    assert not words & held_out
+    assert words == seen
