@@ -56,6 +56,12 @@ def train(
         if experiment.recipe != "async_grpo":
             fail(f"--discard-plans-after: recipe {experiment.recipe!r} has no plans", status=WRONG_CONFIG)
         options["discard_plans_after_step"] = discard_plans_after
+    from jaxtrain.config.schema import AsyncGrpoConfig
+    from rollout_bridge.store import Store, StoreError
+
+    if isinstance(experiment, AsyncGrpoConfig) and experiment.store is not None:
+        with naming(StoreError):  # before jax starts, and before the run is bound to a store that cannot be
+            Store.open(experiment.store)
     try:
         run_dir = claim_run(experiment)
     except ConfigError as error:
@@ -67,7 +73,6 @@ def train(
 
     from jaxtrain.rl.control import EvaluationTimeout
     from jaxtrain.training.context import Stopped, TooManyNonFinite
-    from rollout_bridge.store import StoreError
     from rollout_bridge.trajectories.plan import PlanError
     from rollout_bridge.weights.commit import Superseded
     from rollout_bridge.weights.run import RunError

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from jaxtrain.config.base import (
     Fraction,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -122,8 +121,10 @@ class WeightSection(Section):
         "full again once the deltas since add up to this much of one: a new reader fetches twice one at most",
     )
     publish_every: PositiveInt = setting(1, "optimizer steps between versions")
-    retention_seconds: NonNegativeFloat = setting(
-        3600.0, "versions that no agent needs are kept this long", resumable=True
+    retention_versions: NonNegativeInt = setting(
+        200,
+        "an agent this far behind still finds its deltas; beyond, it takes a full one",
+        resumable=True,
     )
 
 

@@ -22,7 +22,7 @@ from jaxtrain.losses.objectives import POLICY_METRICS, policy
 from jaxtrain.recipes import supervised
 from jaxtrain.rl.control import Evaluations, announce
 from jaxtrain.rl.publication import Publications
-from jaxtrain.training.context import Context, Progress, Stopped, batch_ramp, learning_rate, open_context
+from jaxtrain.training.context import Context, Progress, batch_ramp, learning_rate, open_context
 from jaxtrain.training.step import TrainState
 from jaxtrain.training.trainer import compile_programs, train_step
 from rollout_bridge.store import Store
@@ -44,8 +44,8 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
     discard_plans_after_step: forget the plans of later RL steps, the way out of a plan that cannot be
     trained.
     """
-    context = open_context(config, run_dir)
     store = Store.open(config.store_url)
+    context = open_context(config, run_dir)
     if discard_plans_after_step is not None and processes.process_index() == 0:
         log.warning("discarded plans of steps %s", discard_plans_after(store, discard_plans_after_step))
     publications = Publications.open(context, store)
@@ -66,8 +66,6 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
         evaluations.request(publications.finish(), step=progress.rl_steps)
         evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))
         announce(store, "finished", progress, publications.version)
-    except Stopped as stopped:
-        log.info("%s", stopped)
     finally:
         publications.close()
         context.close()

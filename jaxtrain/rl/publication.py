@@ -6,13 +6,15 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxtrain.config.fleet import WeightSection
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.context import Context, Progress
 from jaxtrain.training.step import TrainState
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights.manifest import Latest
+from rollout_bridge.weights.garbage import collect
+from rollout_bridge.weights.manifest import BrokenVersion, Latest
 from rollout_bridge.weights.publisher import Publication, Publisher, WriterSettings
 from rollout_bridge.weights.run import RunInfo, create_or_join
 from sharding import processes
@@ -34,8 +36,9 @@ class Publications:
     version: that the trainer's current weights correspond to, published or on its way.
     """
 
+    store: Store
     publisher: Publisher
-    every: int
+    section: WeightSection
     head: Latest
     version: int
     _last: Publication | None = None
@@ -69,7 +72,7 @@ class Publications:
             publisher.join(head)
         log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
         step = head.step if head.manifest is not None else -1
-        return cls(publisher, config.weights.publish_every, head, head.version, _published_step=step)
+        return cls(store, publisher, config.weights, head, head.version, _published_step=step)
 
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
@@ -91,9 +94,10 @@ class Publications:
                     self.head.version,
                 )
             return
-        due = progress.rl_steps % self.every == 0
+        due = progress.rl_steps % self.section.publish_every == 0
         if due and progress.step > self._published_step:
             self._collect()
+            self._remove_old()
             self._last = self.publisher.publish(params, step=progress.step, update_rms=update_rms)
             self._published_step, self.version = progress.step, self._last.version
 
@@ -110,6 +114,17 @@ class Publications:
 
     def close(self) -> None:
         self.publisher.close()
+
+    def _remove_old(self) -> None:
+        """Removes versions no reader can need, now and then, while nothing is in flight."""
+        if processes.process_index() != 0 or self.version == 0 or self.version % self.section.full_every:
+            return
+        try:
+            removed = collect(self.store, retention=self.section.retention_versions).removed
+        except BrokenVersion as broken:
+            log.warning("old versions are kept: %s", broken)
+        else:
+            log.info("removed %d old versions", len(removed))
 
     def _collect(self) -> None:
         if self._last is not None:
