@@ -25,7 +25,6 @@ DEPENDENCIES = [
     "aiohttp>=3.12",
     # tasks with verifiers
     "reasoning-gym>=0.1.23",
-    "math-verify>=0.8",
     # configuration, command line, reports
     "pydantic>=2.12",
     "pyyaml>=6",

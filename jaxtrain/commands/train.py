@@ -30,7 +30,7 @@ def train(
         typer.Option(
             "--discard-plans-after",
             metavar="STEP",
-            min=0,
+            min=-1,
             help="Forget the plans of later RL steps: the way out of a plan that cannot be trained.",
             show_default=False,
         ),
@@ -71,14 +71,22 @@ def train(
 
     from importlib import import_module
 
+    from jaxtrain.data.packing import PackingError
+    from jaxtrain.models.config import ModelConfigError
     from jaxtrain.rl.control import EvaluationTimeout
+    from jaxtrain.training.checkpoint import CheckpointError
     from jaxtrain.training.context import Stopped, TooManyNonFinite
     from rollout_bridge.trajectories.plan import PlanError
     from rollout_bridge.weights.commit import Superseded
     from rollout_bridge.weights.run import RunError
+    from sharding.errors import ShardingError
 
+    expected = (
+        *(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite),
+        *(CheckpointError, ConfigError, ModelConfigError, PackingError, ShardingError),
+    )
     try:
-        with naming(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite):
+        with naming(*expected):
             import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir, **options)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)

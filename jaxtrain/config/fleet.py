@@ -106,7 +106,7 @@ class TrajectorySection(Section):
     )
     drop_no_signal: bool = setting(True, "a group whose rewards are all equal has no gradient")
     wait_timeout_s: PositiveFloat = setting(
-        300.0, "how long a step waits for trajectories before it fails by name", resumable=True
+        900.0, "how long a step waits for trajectories, a server's start included", resumable=True
     )
 
 

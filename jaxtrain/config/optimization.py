@@ -160,7 +160,7 @@ class EvaluationSection(Section):
 
     prompts: PositiveInt = setting(200, "standard error of a mean reward in [0, 1] is at most 0.036")
     timeout_s: PositiveFloat = setting(
-        300.0, "how long the trainer waits for the fleet's answer", resumable=True
+        900.0, "how long the trainer waits for the fleet's answers at the end", resumable=True
     )
 
 

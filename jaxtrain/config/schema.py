@@ -59,6 +59,11 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _row_fits(self) -> Self:
+        path = self.tokenizer.path
+        if path is not None and not Path(path).is_dir():
+            raise rejection(
+                "tokenizer.path", f"{path} is no directory; name a tokenizer's, or null"
+            )
         longest = self.model.max_position_embeddings
         if self.batch.sequence_length > longest:
             raise rejection(
@@ -102,6 +107,12 @@ class AsyncGrpoConfig(ExperimentConfig):
                 "evaluation.prompts",
                 f"{self.evaluation.prompts} is more than environment.held_out_prompts "
                 f"{self.environment.held_out_prompts}",
+            )
+        if self.trajectories.length_bins > self.batch.sequence_length:
+            raise rejection(
+                "trajectories.length_bins",
+                f"{self.trajectories.length_bins} is more than batch.sequence_length "
+                f"{self.batch.sequence_length}: a bin would hold no length",
             )
         if self.rollouts.max_tokens >= self.batch.sequence_length:
             raise rejection(

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, best_fit, pack
+from rollout_bridge.rollouts.episodes import prompt_ids
 
 
 class Tasks(Protocol):
@@ -64,7 +65,7 @@ class WorkedAnswers:
 
     def document(self, index: int) -> Document:
         """Training task `index`: loss on the answer and its end-of-sequence token only."""
-        prompt = prompt_ids(self._tokenizer, self._environment.task(index).messages)
+        prompt = prompt_ids(self._tokenizer, self._environment.task(index))
         _, text = self._environment.worked_answer(index)
         answer = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
         return Document(
@@ -92,13 +93,6 @@ class WorkedAnswers:
             batch=pack(documents, rows=rows, sequence_length=sequence_length),
             position=ends[len(documents) - 1],
         )
-
-
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant answers."""
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
 
 
 def _rows(documents: Sequence[Document], sequence_length: int) -> int:

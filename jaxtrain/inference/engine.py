@@ -158,6 +158,7 @@ class EmbeddedEngine:
         params = await asyncio.to_thread(self._load, update, old)
         swap = _Swap(update, params, loop, loop.create_future())
         with self._wake:
+            self._raise_if_failed()
             self._swap = swap
             self._wake.notify()
         pause = await swap.done
@@ -387,6 +388,7 @@ class EmbeddedEngine:
         experts = np.asarray(decoded.experts) if self.settings.capture_routed_experts else None
         active = np.asarray(self._slots.active)
         assert self._version is not None
+        cancelled = np.zeros(self.settings.slots, bool)
         for index, entry in enumerate(self._running):
             if entry is None:
                 continue
@@ -395,9 +397,15 @@ class EmbeddedEngine:
             if experts is not None:
                 entry.experts.append(experts[made, index])
             self._generated += int(made.sum())
-            if not active[index]:
+            if entry.future.cancelled() and active[index]:
+                cancelled[index] = True
+                self._finish(index, FinishReason.ABORT)
+            elif not active[index]:
                 stopped = bool(entry.tokens) and entry.tokens[-1] in entry.request.stop_ids
                 self._finish(index, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+        if cancelled.any():
+            self._slots = device.release(self._slots, jnp.asarray(cancelled))
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         entry, self._running[index] = self._running[index], None

@@ -65,7 +65,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     compute_dtype: str = "bfloat16"
     expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
-    remat: Remat = Remat.FULL
+    remat: Remat = Remat.NONE
 
     @property
     def num_moe_layers(self) -> int:
@@ -82,7 +82,7 @@ class ModelConfig:
         *,
         compute_dtype: str = "bfloat16",
         expert_implementation: str = "auto",
-        remat: str = "full",
+        remat: str = "none",
     ) -> ModelConfig:
         """Reads a Hugging Face config.json. Raises `ModelConfigError` naming every problem at once."""
         rope = hf_config.get("rope_parameters") or {}

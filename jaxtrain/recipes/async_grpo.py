@@ -16,19 +16,28 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import POLICY_METRICS, policy
 from jaxtrain.recipes import supervised
 from jaxtrain.rl.control import Evaluations, announce
 from jaxtrain.rl.publication import Publications
-from jaxtrain.training.context import Context, Progress, batch_ramp, learning_rate, open_context
+from jaxtrain.training.context import (
+    TOKENIZER_PROMPTS,
+    Context,
+    Progress,
+    batch_ramp,
+    learning_rate,
+    open_context,
+)
 from jaxtrain.training.step import TrainState
 from jaxtrain.training.trainer import compile_programs, train_step
+from rollout_bridge.rollouts.episodes import prompt_ids
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
 from rollout_bridge.trajectories.gate import Gate
-from rollout_bridge.trajectories.plan import discard_plans_after
+from rollout_bridge.trajectories.plan import PlanError, discard_plans_after
 from rollout_bridge.trajectories.planner import Planner
 from rollout_bridge.trajectories.selection import SelectionSettings
 from sharding import processes
@@ -46,29 +55,80 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
     """
     store = Store.open(config.store_url)
     context = open_context(config, run_dir)
-    if discard_plans_after_step is not None and processes.process_index() == 0:
-        log.warning("discarded plans of steps %s", discard_plans_after(store, discard_plans_after_step))
-    publications = Publications.open(context, store)
     try:
-        state, progress = context.restore_or_initialize()
-        announce(store, "warm_start", progress, publications.version)
-        state, progress = supervised.train(context, state, progress, config.warm_start, name="warm_start")
-        context.save(state, progress, force=True)
-
-        evaluations = Evaluations(
-            store, prompts=config.evaluation.prompts, timeout=config.evaluation.timeout_s
-        )
-        publications.follow(state, progress)
-        if progress.rl_steps == 0:
-            evaluations.request(publications.version, step=0)
-        state, progress = reinforce(context, store, publications, evaluations, state, progress)
-
-        evaluations.request(publications.finish(), step=progress.rl_steps)
-        evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))
-        announce(store, "finished", progress, publications.version)
+        check_prompts_fit(context, config)
+        publications = Publications.open(context, store)
+        try:
+            train(context, store, publications, discard_plans_after_step=discard_plans_after_step)
+        finally:
+            publications.close()
     finally:
-        publications.close()
         context.close()
+
+
+def train(
+    context: Context, store: Store, publications: Publications, *, discard_plans_after_step: int | None
+) -> None:
+    """Warm start, RL steps, both evaluations."""
+    config = context.config
+    assert isinstance(config, AsyncGrpoConfig)
+    state, progress = context.restore_or_initialize()
+    if discard_plans_after_step is not None:
+        discard_plans(store, progress, discard_plans_after_step)
+    if progress.rl_steps and progress.supervised_steps < config.warm_start.steps:
+        raise ConfigError(
+            [
+                f"warm_start.steps: {config.warm_start.steps} is more than the "
+                f"{progress.supervised_steps} done before RL began; set it back, or start another run"
+            ]
+        )
+    state, progress = supervised.train(
+        context,
+        state,
+        progress,
+        config.warm_start,
+        name="warm_start",
+        before_step=lambda progress: announce(store, "warm_start", progress, publications.version),
+    )
+    context.save(state, progress, force=True)
+
+    evaluations = Evaluations(store, prompts=config.evaluation.prompts, timeout=config.evaluation.timeout_s)
+    publications.follow(state, progress)
+    if progress.rl_steps == 0:
+        evaluations.request(publications.version, step=0)
+    state, progress = reinforce(context, store, publications, evaluations, state, progress)
+
+    evaluations.request(publications.finish(state, progress), step=progress.rl_steps)
+    evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))
+    announce(store, "finished", progress, publications.version)
+
+
+def check_prompts_fit(context: Context, config: AsyncGrpoConfig) -> None:
+    """Raises `ConfigError` if a prompt leaves no room for an answer in a row; looks at the first ones."""
+    room = config.batch.sequence_length - config.rollouts.max_tokens
+    count = min(context.environment.size, TOKENIZER_PROMPTS)
+    longest = max(len(prompt_ids(context.tokenizer, context.environment.task(i))) for i in range(count))
+    if longest > room:
+        raise ConfigError(
+            [
+                f"batch.sequence_length: {config.batch.sequence_length} less rollouts.max_tokens "
+                f"{config.rollouts.max_tokens} leaves {room} tokens for a prompt, one has {longest}; raise it"
+            ]
+        )
+
+
+def discard_plans(store: Store, progress: Progress, step: int) -> None:
+    """Forgets the plans of RL steps after `step`.
+
+    Raises `PlanError` if the checkpoint has already trained one of them.
+    """
+    if step < progress.rl_steps - 1:
+        raise PlanError(
+            f"--discard-plans-after {step}: the newest checkpoint has trained RL steps up to "
+            f"{progress.rl_steps - 1}; move newer checkpoints away, or give {progress.rl_steps - 1} or more"
+        )
+    if processes.process_index() == 0:
+        log.warning("discarded the plans of steps %s", discard_plans_after(store, step))
 
 
 def reinforce(

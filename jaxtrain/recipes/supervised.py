@@ -6,6 +6,7 @@ It serves `sft` and the warm start of RL recipes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,18 @@ from rollout_bridge.rollouts.environments import registry as environments
 
 
 def train(
-    context: Context, state: TrainState, progress: Progress, phase: SupervisedPhase, *, name: str
+    context: Context,
+    state: TrainState,
+    progress: Progress,
+    phase: SupervisedPhase,
+    *,
+    name: str,
+    before_step: Callable[[Progress], None] | None = None,
 ) -> tuple[TrainState, Progress]:
-    """Steps until `phase.steps` are done; resumes from `progress`. `name` labels the metrics."""
+    """Steps until `phase.steps` are done; resumes from `progress`.
+
+    name: labels the metrics. before_step: is told where the run is.
+    """
     if progress.supervised_steps >= phase.steps:
         return state, progress
     config = context.config
@@ -46,6 +56,8 @@ def train(
     )
     while progress.supervised_steps < phase.steps:
         started = time.perf_counter()
+        if before_step is not None:
+            before_step(progress)
         microbatches = ramp.microbatches(progress.supervised_tokens)
         taken = data.batch(progress.position, microbatches=microbatches, rows=rows, sequence_length=length)
         lr = rate(progress.supervised_tokens)

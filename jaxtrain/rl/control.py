@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 
 from jaxtrain.training.context import Progress
+from rollout_bridge.control import EVALUATIONS_PREFIX, STATE_KEY
 from rollout_bridge.store import Store
 from sharding import processes
 
 log = logging.getLogger(__name__)
 
-STATE_KEY = "control/state.json"
-REQUESTS = "control/evaluations/"
 PIN_SECONDS = 3600.0  # a pin outlives a restart of the trainer, which renews it
 POLL_SECONDS = 0.25
 
@@ -39,7 +38,7 @@ class Evaluations:
     """Requests for greedy answers to held-out prompts, all tokens at one exact version.
 
     A request pins sync agents at its version until it is answered. prompts: how many, from the first.
-    timeout: seconds that `wait` waits for an answer without any progress of the fleet.
+    timeout: seconds that `wait` waits for all answers.
     """
 
     def __init__(self, store: Store, *, prompts: int, timeout: float) -> None:
@@ -50,9 +49,9 @@ class Evaluations:
     def request(self, version: int, *, step: int) -> None:
         """Asks once for an evaluation of `version`, reached after RL step `step`; again does nothing."""
         if processes.process_index() == 0:
-            name = f"rl-{step:06d}"
+            name = f"rl-{step:06d}-v{version}"
             self._store.create_json(
-                f"{REQUESTS}{name}.json",
+                f"{EVALUATIONS_PREFIX}{name}.json",
                 {
                     "id": name,
                     "version": version,
@@ -75,14 +74,12 @@ class Evaluations:
     def wait(self, *, stop: Callable[[], None]) -> None:
         """Returns when every request is answered. `stop` is called between looks and may raise.
 
-        Raises `EvaluationTimeout` naming the requests; they are withdrawn, so that no agent stays pinned.
+        Raises `EvaluationTimeout` naming the requests; they expire if the run is not started again.
         """
         deadline = time.monotonic() + self._timeout
         while unanswered := self._unanswered():
             stop()
             if time.monotonic() > deadline:
-                for key in unanswered:
-                    self._store.delete(key)
                 raise EvaluationTimeout(
                     f"waited {self._timeout:g} s for evaluations {', '.join(unanswered)} in "
                     f"{self._store.url}: look whether a rollout worker runs and its engine serves the "
@@ -94,9 +91,10 @@ class Evaluations:
     def _unanswered(self) -> list[str]:
         if processes.process_index() != 0:
             return []
+        names = {
+            key: key.removeprefix(EVALUATIONS_PREFIX).removesuffix(".json")
+            for key in self._store.list(EVALUATIONS_PREFIX)
+        }
         return [
-            key
-            for key in self._store.list(REQUESTS)
-            if self._store.read(f"evaluations/{key.removeprefix(REQUESTS).removesuffix('.json')}/result.json")
-            is None
+            key for key, name in names.items() if self._store.read(f"evaluations/{name}/result.json") is None
         ]

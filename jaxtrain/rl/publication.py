@@ -6,16 +6,18 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
+
 from jaxtrain.config.fleet import WeightSection
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.context import Context, Progress
 from jaxtrain.training.step import TrainState
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.garbage import collect
 from rollout_bridge.weights.manifest import BrokenVersion, Latest
-from rollout_bridge.weights.publisher import Publication, Publisher, WriterSettings
+from rollout_bridge.weights.publisher import NothingToCompare, Publication, Publisher, WriterSettings
 from rollout_bridge.weights.run import RunInfo, create_or_join
 from sharding import processes
 
@@ -82,27 +84,46 @@ class Publications:
         """
         params = {**state.params, **state.buffers}
         if self.head.version and progress.step == self._published_step and self._last is None:
-            if self.publisher.verify_head(params):
-                log.info(
-                    "the redo of step %d reproduced version %d exactly", progress.step, self.head.version
-                )
-            else:
-                log.warning(
-                    "the redo of step %d differs from version %d (another mesh or machine?); the chain goes "
-                    "on from the published version",
-                    progress.step,
-                    self.head.version,
-                )
-            return
-        due = progress.rl_steps % self.section.publish_every == 0
-        if due and progress.step > self._published_step:
-            self._collect()
-            self._remove_old()
-            self._last = self.publisher.publish(params, step=progress.step, update_rms=update_rms)
-            self._published_step, self.version = progress.step, self._last.version
+            self._check_redo(params, progress)
+        elif self._due(progress):
+            self._publish(params, progress, update_rms)
 
-    def finish(self) -> int:
-        """Waits until the last publication is durable and returns its version."""
+    def _check_redo(self, params: dict[str, jax.Array], progress: Progress) -> None:
+        """The head's step was trained again: says whether it gave the same bits."""
+        try:
+            same = self.publisher.verify_head(params)
+        except NothingToCompare as nothing:
+            log.warning("the redo of step %d is not checked: %s", progress.step, nothing)
+            return
+        if same:
+            log.info("the redo of step %d reproduced version %d exactly", progress.step, self.head.version)
+        else:
+            log.warning(
+                "the redo of step %d differs from version %d (another mesh or machine?); the chain goes on "
+                "from the published version",
+                progress.step,
+                self.head.version,
+            )
+
+    def _due(self, progress: Progress) -> bool:
+        """Whether a multiple of `publish_every` RL steps lies after the last published one, up to this."""
+        if self._published_step < 0:
+            return True
+        published = self._published_step - (progress.step - progress.rl_steps)
+        every = self.section.publish_every
+        return progress.rl_steps // every > published // every
+
+    def _publish(self, params: dict[str, jax.Array], progress: Progress, update_rms: float | None) -> None:
+        self._collect()
+        self._remove_old()
+        rms = update_rms if self.section.publish_every == 1 else None  # of one step
+        self._last = self.publisher.publish(params, step=progress.step, update_rms=rms)
+        self._published_step, self.version = progress.step, self._last.version
+
+    def finish(self, state: TrainState, progress: Progress) -> int:
+        """Publishes the last weights if they are not yet; returns their version once it is durable."""
+        if progress.step > self._published_step:
+            self._publish({**state.params, **state.buffers}, progress, None)
         if self._last is not None:
             self._last.result()
             self._collect()
@@ -121,7 +142,7 @@ class Publications:
             return
         try:
             removed = collect(self.store, retention=self.section.retention_versions).removed
-        except BrokenVersion as broken:
+        except (BrokenVersion, StoreError) as broken:
             log.warning("old versions are kept: %s", broken)
         else:
             log.info("removed %d old versions", len(removed))

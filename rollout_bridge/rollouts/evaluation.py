@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge.control import EVALUATIONS_PREFIX
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, Request, RolloutEngine
 from rollout_bridge.rollouts import episodes
 from rollout_bridge.rollouts.environments.base import Environment
@@ -24,7 +25,6 @@ from rollout_bridge.trajectories.schema import Trajectory
 
 logger = logging.getLogger(__name__)
 
-REQUESTS = "control/evaluations/"
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -54,7 +54,7 @@ def parse(key: str, value: Any) -> Evaluation:
         evaluation = Evaluation(
             id=value["id"], version=value["version"], start=start, stop=stop, expires=float(value["expires"])
         )
-        good = bool(_ID.fullmatch(evaluation.id)) and key == f"{REQUESTS}{evaluation.id}.json"
+        good = bool(_ID.fullmatch(evaluation.id)) and key == f"{EVALUATIONS_PREFIX}{evaluation.id}.json"
         good = (
             good
             and all(type(n) is int and n >= 0 for n in (evaluation.version, start, stop))
@@ -94,7 +94,7 @@ class Evaluator:
 
     async def next(self) -> Evaluation | None:
         """A request nobody answers yet, claimed for this worker; None if there is none for its engine."""
-        for key in await asyncio.to_thread(self._store.list, REQUESTS):
+        for key in await asyncio.to_thread(self._store.list, EVALUATIONS_PREFIX):
             if key in self._closed:
                 continue
             try:
@@ -211,7 +211,7 @@ class Evaluator:
         }
         if not await asyncio.to_thread(self._store.create_json, evaluation.result_key, result):
             logger.warning("evaluation %s was answered by another worker meanwhile", evaluation.id)
-        self._closed.add(f"{REQUESTS}{evaluation.id}.json")
+        self._closed.add(f"{EVALUATIONS_PREFIX}{evaluation.id}.json")
 
     async def _keep(self, evaluation: Evaluation) -> None:
         while True:

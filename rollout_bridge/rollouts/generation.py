@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from rollout_bridge.engines.protocol import Completion, EngineError, FinishReason, Request, RolloutEngine
@@ -62,14 +62,25 @@ class WorkerError(RuntimeError):
     """A worker cannot go on; the message names what it waited for and the remedy."""
 
 
-async def wait_ready(engine: RolloutEngine, *, timeout: float, poll: float) -> None:
-    """Returns when the engine admits requests. Raises `WorkerError` after `timeout` seconds."""
+async def wait_ready(
+    engine: RolloutEngine,
+    *,
+    timeout: float,
+    poll: float,
+    patient: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
+    """Returns when the engine admits requests.
+
+    Raises `WorkerError` after `timeout` seconds, unless `patient` then says that waiting is right.
+    """
     deadline = time.monotonic() + timeout
     while True:
         health = await engine.health()
         if health.ready:
             return
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline and patient is not None and await patient():
+            deadline = time.monotonic() + timeout
+        elif time.monotonic() >= deadline:
             raise WorkerError(
                 f"waited {timeout:g} s for engine {engine.name} to be ready: "
                 f"{health.reason or 'it gives no reason'}. "

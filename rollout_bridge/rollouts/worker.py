@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from rollout_bridge.control import STATE_KEY
 from rollout_bridge.engines.protocol import Purpose, Request, RolloutEngine
 from rollout_bridge.rollouts import episodes
 from rollout_bridge.rollouts.environments.base import Environment
@@ -28,8 +29,6 @@ from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.schema import Trajectory
 
 logger = logging.getLogger(__name__)
-
-STATE = "control/state.json"
 
 
 @dataclass
@@ -124,9 +123,7 @@ class RolloutWorker:
         stopping = asyncio.create_task(stop.wait())
         busy_at = time.monotonic()
         try:
-            await wait_ready(
-                self._engine, timeout=settings.engine_timeout_seconds, poll=settings.poll_seconds
-            )
+            await self._wait_ready(stopping)
             while not stop.is_set() and not await self._finished():
                 if evaluation is None and (request := await evaluator.next()) is not None:
                     evaluation = asyncio.create_task(evaluator.run(request))
@@ -163,8 +160,30 @@ class RolloutWorker:
                 await asyncio.to_thread(self._book.release, held.claim)
         return WorkerReport(self.writer_id, self._written_groups, self._written_segments, self._evaluations)
 
+    async def _wait_ready(self, stopping: asyncio.Task[bool]) -> None:
+        """Returns when the engine admits requests, or as soon as the worker is told to stop."""
+        ready = asyncio.create_task(
+            wait_ready(
+                self._engine,
+                timeout=self._settings.engine_timeout_seconds,
+                poll=self._settings.poll_seconds,
+                patient=self._warming_up,
+            )
+        )
+        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+        ready.cancel()
+
+    async def _warming_up(self) -> bool:
+        """Whether the trainer is alive and has nothing to publish yet."""
+        state = await asyncio.to_thread(self._store.read_json, STATE_KEY)
+        if not isinstance(state, dict) or state.get("phase") != "warm_start":
+            return False
+        return time.time() - float(state.get("time", 0)) < self._settings.engine_timeout_seconds
+
     async def _finished(self) -> bool:
-        state = await asyncio.to_thread(self._store.read_json, STATE)
+        state = await asyncio.to_thread(self._store.read_json, STATE_KEY)
         return state is not None and state.get("phase") == "finished"
 
     async def _start_groups(self, scorer: Scorer) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout_bridge.control import CREDITS_KEY
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
@@ -24,7 +25,7 @@ from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
 logger = logging.getLogger(__name__)
 
 PREFIX = "prompts/claims/"
-CREDITS = "control/credits.json"
+CREDITS = CREDITS_KEY
 
 
 class ClaimError(RuntimeError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rollout_bridge.control import STATE_KEY
 from rollout_bridge.engines.protocol import EngineError, RolloutEngine
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
@@ -28,7 +29,6 @@ from rollout_bridge.weights.update import Update
 
 logger = logging.getLogger(__name__)
 
-STATE_KEY = "control/state.json"
 _PAUSES_KEPT = 64
 _T = TypeVar("_T")
 # What may pass by itself or be repaired while the agent waits: OSError is a full disk or a lost connection.

@@ -6,11 +6,11 @@ import logging
 import re
 from dataclasses import dataclass
 
+from rollout_bridge.control import EVALUATIONS_PREFIX
 from rollout_bridge.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "control/evaluations/"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Pin:
 def active_pins(store: Store, *, now: float) -> list[Pin]:
     """Requests without a result that have not expired. A malformed one is logged and ignored."""
     pins = []
-    for key in store.list(PREFIX):
-        match = re.fullmatch(re.escape(PREFIX) + r"([A-Za-z0-9_-]+)\.json", key)
+    for key in store.list(EVALUATIONS_PREFIX):
+        match = re.fullmatch(re.escape(EVALUATIONS_PREFIX) + r"([A-Za-z0-9_-][A-Za-z0-9._-]*)\.json", key)
         pin = _parse(store, key, match[1]) if match else None
         if pin is None:
             logger.warning("%s%s: not an evaluation request; ignored", store.url, key)

@@ -37,6 +37,10 @@ __all__ = ["Compaction", "Publication", "Publisher", "Superseded", "WriterSettin
 logger = logging.getLogger(__name__)
 
 
+class NothingToCompare(RuntimeError):
+    """There is no head, or the chain to it cannot be read; the next version will be a full one."""
+
+
 class Publication:
     """One version on its way to the store."""
 
@@ -150,14 +154,14 @@ class Publisher:
     def verify_head(self, params: Mapping[str, jax.Array]) -> bool:
         """Whether `params` quantise to exactly what the head decodes to: the redo reproduced it.
 
-        Raises RuntimeError if there is no head, or its chain was too broken to rebuild.
+        Raises `NothingToCompare` if there is no head, or its chain was too broken to rebuild.
         """
         if self._flight is not None:
             self._flight.settle()
         bits, _ = self._derivation(params)
         baseline = self._aligned_baseline(bits)
         if baseline is None:
-            raise RuntimeError(
+            raise NothingToCompare(
                 f"publisher: nothing to compare with at version {self.head.version}: nothing is published, "
                 "or its chain is broken (the log says where), and the next version will be a full one"
             )

@@ -11,12 +11,14 @@ import pytest
 
 from jaxtrain.inference import weights
 from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
+from jaxtrain.inference.slots import sample
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.decoder import define, initialize
 from rollout_bridge import names
 from rollout_bridge.engines.protocol import EngineError, FinishReason, KvPolicy, Request
 from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8
 from rollout_bridge.quantization.plan import Format, ServingLayout, plan_for, scale_name
+from rollout_bridge.rollouts.episodes import derive_seed
 from rollout_bridge.weights.update import Update
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
@@ -218,3 +220,18 @@ def test_a_request_that_cannot_fit_is_refused_by_name(tmp_path):
         await engine.close()
 
     run(go())
+
+
+def test_samples_follow_the_distribution():
+    """4,000 requests with seeds of their own: frequencies within 5 standard errors of the softmax at 0.7."""
+    logits = jnp.array([2.0, 1.0, 0.0, -1.0])
+    count = 4000
+    seeds = jnp.asarray([derive_seed(0, i // 16, i % 16, 0) for i in range(count)], jnp.uint32)
+    for index in (0, 3):
+        tokens, logprobs = sample(
+            jnp.tile(logits, (count, 1)), jnp.full(count, 0.7), seeds, jnp.full(count, index)
+        )
+        expected = np.asarray(jax.nn.softmax(logits / 0.7))
+        found = np.bincount(tokens, minlength=4) / count
+        assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
+        np.testing.assert_allclose(logprobs, np.log(expected)[np.asarray(tokens)], rtol=1e-4)

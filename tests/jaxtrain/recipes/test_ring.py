@@ -1,4 +1,4 @@
-"""The whole ring in real processes, killed twice on the way: nothing is lost, redone differently, or used twice."""
+"""The whole ring in real processes, killed twice: nothing is lost, redone differently, or used twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Ring:
 
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "ring"
-        self._command = [sys.executable, "-m", "jaxtrain", "quickstart", "--config", "configs/quickstart.yaml"]
+        self._command = [sys.executable, "-m", "jaxtrain", "quickstart"]
+        self._command += ["--config", "configs/quickstart.yaml"]
         self._command += ["--name", "ring", f"runs_dir={directory}", *OVERRIDES]
 
     def start(self) -> subprocess.Popen[str]:
@@ -102,7 +103,7 @@ def test_every_trajectory_is_accounted_for_once(store):
 
 
 def test_versions_and_plans_go_on_without_gaps(ring, store):
-    """One version a step after the first, each a child of the one before; three incarnations of the trainer."""
+    """One version a step after the first, each a child of the one before; three incarnations."""
     latest, run = read_latest(store), load_run(store)
     assert latest is not None and run is not None
     assert latest.version == RL_STEPS + 1 and run.incarnation == latest.incarnation == 3
