@@ -94,7 +94,7 @@ def train(
 
     evaluations = Evaluations(store, prompts=config.evaluation.prompts, timeout=config.evaluation.timeout_s)
     publications.follow(state, progress)
-    if progress.rl_steps == 0:
+    if progress.rl_steps == 0 and publications.published_step == progress.step:
         evaluations.request(publications.version, step=0)
     state, progress = reinforce(context, store, publications, evaluations, state, progress)
 

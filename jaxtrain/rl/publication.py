@@ -35,7 +35,9 @@ TOKENIZER_FILES = (
 class Publications:
     """The publisher with the rule of contract 1: nothing until the head's step is passed, then head + 1.
 
-    version: that the trainer's current weights correspond to, published or on its way.
+    version: that the trainer's current weights correspond to, published or on its way; while a restart redoes
+        steps, the head's.
+    published_step: optimizer step of `version`, -1 before the first.
     """
 
     store: Store
@@ -43,8 +45,8 @@ class Publications:
     section: WeightSection
     head: Latest
     version: int
+    published_step: int = -1
     _last: Publication | None = None
-    _published_step: int = -1
     _metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +76,7 @@ class Publications:
             publisher.join(head)
         log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
         step = head.step if head.manifest is not None else -1
-        return cls(store, publisher, config.weights, head, head.version, _published_step=step)
+        return cls(store, publisher, config.weights, head, head.version, published_step=step)
 
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
@@ -83,7 +85,7 @@ class Publications:
         Waits only while the publication before is still on its way.
         """
         params = {**state.params, **state.buffers}
-        if self.head.version and progress.step == self._published_step and self._last is None:
+        if self.head.version and progress.step == self.published_step and self._last is None:
             self._check_redo(params, progress)
         elif self._due(progress):
             self._publish(params, progress, update_rms)
@@ -107,9 +109,9 @@ class Publications:
 
     def _due(self, progress: Progress) -> bool:
         """Whether a multiple of `publish_every` RL steps lies after the last published one, up to this."""
-        if self._published_step < 0:
+        if self.published_step < 0:
             return True
-        published = self._published_step - (progress.step - progress.rl_steps)
+        published = self.published_step - (progress.step - progress.rl_steps)
         every = self.section.publish_every
         return progress.rl_steps // every > published // every
 
@@ -118,11 +120,11 @@ class Publications:
         self._remove_old()
         rms = update_rms if self.section.publish_every == 1 else None  # of one step
         self._last = self.publisher.publish(params, step=progress.step, update_rms=rms)
-        self._published_step, self.version = progress.step, self._last.version
+        self.published_step, self.version = progress.step, self._last.version
 
     def finish(self, state: TrainState, progress: Progress) -> int:
         """Publishes the last weights if they are not yet; returns their version once it is durable."""
-        if progress.step > self._published_step:
+        if progress.step > self.published_step:
             self._publish({**state.params, **state.buffers}, progress, None)
         if self._last is not None:
             self._last.result()
