@@ -12,6 +12,7 @@ DEPENDENCIES = [
     "orbax-checkpoint>=0.12",
     "grain>=0.2.16",
     "jaxtyping>=0.3",
+    "jinja2>=3.1",
     # the store, the weight chain and the trajectory log
     "tensorstore>=0.1.80",
     "numpy>=2",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -198,7 +199,9 @@ def _failure(detail: str) -> Score:
 
 
 def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
-    import reasoning_gym  # more than a second to import, and needed only on hosts that score with it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a library it brings, at its first import
+        import reasoning_gym  # more than a second to import, and needed only on hosts that score with it
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -208,6 +208,8 @@ def test_a_pin_holds_the_version_until_its_result_or_its_expiry(tmp_path):
         async def holds(version):
             while engine.served != version:
                 await asyncio.sleep(0.01)
+            while (ack(store) or {}).get("version") != version:  # it follows the update
+                await asyncio.sleep(0.01)
             before = ack(store)["time"]
             while ack(store)["time"] < before + 0.1:  # heartbeats pass, and it stays
                 await asyncio.sleep(0.01)
