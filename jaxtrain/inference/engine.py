@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxtrain.inference import slots as device
 from jaxtrain.inference import weights
+from jaxtrain.inference.requests import Running, reject, resolve, routed_experts
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.decoder import define
 from rollout_bridge.engines.protocol import (
@@ -32,7 +33,6 @@ from rollout_bridge.engines.protocol import (
     KvPolicy,
     Request,
     UpdateReport,
-    VersionSpan,
 )
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.weights.update import Update
@@ -58,32 +58,6 @@ class EngineSettings:
     decode_tokens: int = 4
     kv_policy: KvPolicy = KvPolicy.KEEP
     capture_routed_experts: bool = False
-
-
-@dataclass
-class _Running:
-    """A request that is waiting or in a slot. Arrays of generated tokens grow decode by decode."""
-
-    request: Request
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Completion]
-    started: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
-    prompt_experts: np.ndarray | None = None
-    spans: list[VersionSpan] = field(default_factory=list)
-
-    def extend(self, version: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        start, end = len(self.tokens), len(self.tokens) + len(tokens)
-        if end == start:
-            return
-        self.tokens.extend(tokens.tolist())
-        self.logprobs.extend(logprobs.tolist())
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
-        else:
-            self.spans.append(VersionSpan(version, start, end))
 
 
 @dataclass
@@ -120,8 +94,8 @@ class EmbeddedEngine:
         self._definition = define(config)
         self._static = device.static(self._definition)
         self._slots = device.empty_slots(self._definition, slots=settings.slots, length=settings.max_length)
-        self._running: list[_Running | None] = [None] * settings.slots
-        self._waiting: deque[_Running] = deque()
+        self._running: list[Running | None] = [None] * settings.slots
+        self._waiting: deque[Running] = deque()
         self._swap: _Swap | None = None
         self._params: weights.Params | None = None
         self._version: int | None = None
@@ -136,7 +110,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         for request in requests:
             self._check(request)
-        entries = [_Running(request, loop, loop.create_future()) for request in requests]
+        entries = [Running(request, loop, loop.create_future()) for request in requests]
         with self._wake:
             self._raise_if_failed()
             self._waiting.extend(entries)
@@ -292,7 +266,7 @@ class EmbeddedEngine:
         if self.settings.kv_policy is KvPolicy.RECOMPUTE and not first:
             self._recompute()
         pause = time.perf_counter() - started
-        swap.loop.call_soon_threadsafe(_resolve, swap.done, pause)
+        swap.loop.call_soon_threadsafe(resolve, swap.done, pause)
 
     def _recompute(self) -> None:
         """Rebuilds the cache of every running request under the new weights."""
@@ -305,7 +279,7 @@ class EmbeddedEngine:
         self._slots = device.with_cache(self._slots, cache)
         jax.block_until_ready(self._slots.token)
 
-    def _admissible(self, entry: _Running) -> bool:
+    def _admissible(self, entry: Running) -> bool:
         if self._version is None:
             return False
         request = entry.request
@@ -317,10 +291,10 @@ class EmbeddedEngine:
         if self._params is None:
             return
         free = [index for index, entry in enumerate(self._running) if entry is None]
-        chosen: list[tuple[int, _Running]] = []
+        chosen: list[tuple[int, Running]] = []
         distinct: dict[tuple[int, ...], int] = {}
         with self._wake:
-            kept: deque[_Running] = deque()
+            kept: deque[Running] = deque()
             while self._waiting:
                 entry = self._waiting.popleft()
                 if entry.future.cancelled():
@@ -342,7 +316,7 @@ class EmbeddedEngine:
         if chosen:
             self._insert(chosen, distinct)
 
-    def _insert(self, chosen: list[tuple[int, _Running]], distinct: Mapping[tuple[int, ...], int]) -> None:
+    def _insert(self, chosen: list[tuple[int, Running]], distinct: Mapping[tuple[int, ...], int]) -> None:
         settings = self.settings
         tokens = np.zeros((settings.prompts, settings.max_prompt), np.int32)
         for prompt, row in distinct.items():
@@ -412,7 +386,7 @@ class EmbeddedEngine:
         assert entry is not None
         self._deliver(entry, reason)
 
-    def _deliver(self, entry: _Running, reason: FinishReason) -> None:
+    def _deliver(self, entry: Running, reason: FinishReason) -> None:
         completion = Completion(
             request_id=entry.request.request_id,
             token_ids=np.asarray(entry.tokens, np.int32),
@@ -421,9 +395,9 @@ class EmbeddedEngine:
             finish_reason=reason,
             kv_policy=self.settings.kv_policy,
             seconds=time.perf_counter() - entry.started if entry.started else 0.0,
-            routed_experts=_routed_experts(entry) if self.settings.capture_routed_experts else None,
+            routed_experts=routed_experts(entry) if self.settings.capture_routed_experts else None,
         )
-        entry.loop.call_soon_threadsafe(_resolve, entry.future, completion)
+        entry.loop.call_soon_threadsafe(resolve, entry.future, completion)
 
     def _fail(self, reason: str) -> None:
         with self._wake:
@@ -433,28 +407,6 @@ class EmbeddedEngine:
             self._running = [None] * self.settings.slots
             swap, self._swap = self._swap, None
         for entry in entries:
-            entry.loop.call_soon_threadsafe(_reject, entry.future, EngineError(reason))
+            entry.loop.call_soon_threadsafe(reject, entry.future, EngineError(reason))
         if swap is not None:
-            swap.loop.call_soon_threadsafe(_reject, swap.done, EngineError(reason))
-
-
-def _routed_experts(entry: _Running) -> np.ndarray:
-    """int16 [prompt + T, Lm, k]; the last token was never an input, so its row is -1."""
-    known = [] if entry.prompt_experts is None else [entry.prompt_experts]
-    rows = (
-        np.concatenate([*known, *entry.experts]) if known or entry.experts else np.zeros((0, 0, 0), np.int32)
-    )
-    total = len(entry.request.prompt_ids) + len(entry.tokens)
-    out = np.full((total, *rows.shape[1:]), -1, np.int16)
-    out[: len(rows)] = rows
-    return out
-
-
-def _resolve(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _reject(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+            swap.loop.call_soon_threadsafe(reject, swap.done, EngineError(reason))

@@ -207,30 +207,14 @@ def optimizer_config(section: OptimizerSection) -> OptimizerConfig:
 
 def learning_rate(section: Schedule) -> Callable[[int], float]:
     """The schedule of tokens seen in its phase."""
-    warmup, end = section.warmup_tokens, section.total_tokens or 0
-    match section.kind:
-        case "cosine":
-            return schedules.warmup_cosine(
-                peak=section.peak, end=section.final, warmup_tokens=warmup, end_tokens=end
-            )
-        case "wsd":
-            return schedules.warmup_stable_decay(
-                peak=section.peak,
-                end=section.final,
-                warmup_tokens=warmup,
-                decay_start_tokens=end - (section.decay_tokens or 0),
-                end_tokens=end,
-            )
-        case "linear":
-            return schedules.warmup_stable_decay(
-                peak=section.peak,
-                end=section.final,
-                warmup_tokens=warmup,
-                decay_start_tokens=warmup,
-                end_tokens=end,
-            )
-        case _:
-            return schedules.linear(0.0, section.peak, stop_tokens=warmup)
+    return schedules.named(
+        section.kind,
+        peak=section.peak,
+        final=section.final,
+        warmup_tokens=section.warmup_tokens,
+        total_tokens=section.total_tokens,
+        decay_tokens=section.decay_tokens,
+    )
 
 
 def batch_ramp(section: Ramp, *, microbatch_tokens: int) -> BatchRamp:

@@ -1,0 +1,59 @@
+"""A request inside the embedded engine: what it has generated, under which versions, and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout_bridge.engines.protocol import Completion, Request, VersionSpan
+
+
+@dataclass
+class Running:
+    """A request that is waiting or in a slot. Arrays of generated tokens grow decode by decode."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    started: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    prompt_experts: np.ndarray | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def extend(self, version: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        if end == start:
+            return
+        self.tokens.extend(tokens.tolist())
+        self.logprobs.extend(logprobs.tolist())
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
+        else:
+            self.spans.append(VersionSpan(version, start, end))
+
+
+def routed_experts(entry: Running) -> np.ndarray:
+    """int16 [prompt + T, Lm, k]; the last token was never an input, so its row is -1."""
+    known = [] if entry.prompt_experts is None else [entry.prompt_experts]
+    rows = (
+        np.concatenate([*known, *entry.experts]) if known or entry.experts else np.zeros((0, 0, 0), np.int32)
+    )
+    total = len(entry.request.prompt_ids) + len(entry.tokens)
+    out = np.full((total, *rows.shape[1:]), -1, np.int16)
+    out[: len(rows)] = rows
+    return out
+
+
+def resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
