@@ -3,79 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.trajectories.plan import plan_steps, read_plan
 from rollout_bridge.weights.chain import read_latest, read_manifest
 from rollout_bridge.weights.mirror_view import MirrorView
 from rollout_bridge.weights.run import load as load_run
-
-ROOT = Path(__file__).parents[3]
-RL_STEPS, WARM_STEPS, PROMPTS = 10, 4, 24
-OVERRIDES = [
-    f"rl.steps={RL_STEPS}",
-    f"warm_start.steps={WARM_STEPS}",
-    f"evaluation.prompts={PROMPTS}",
-    "checkpoint.every_steps=3",
-    "rollouts.lease_seconds=5",
-    "batch.rows=16",
-    "model.hidden_size=64",
-    "model.num_hidden_layers=2",
-    "model.head_dim=32",
-    "model.intermediate_size=128",
-    "warm_start.batch={start_tokens: 1024, end_tokens: 1024}",
-    "rl.batch={start_tokens: 1024, end_tokens: 2048, ramp_tokens: 4096}",
-    "rollouts.segment_groups=2",
-    "rollouts.flush_seconds=0.5",
-]
-
-
-class Ring:
-    """One run, started as often as needed with the same command."""
-
-    def __init__(self, directory: Path) -> None:
-        self.run_dir = directory / "ring"
-        self._command = [sys.executable, "-m", "jaxtrain", "quickstart"]
-        self._command += ["--config", "configs/quickstart.yaml"]
-        self._command += ["--name", "ring", f"runs_dir={directory}", *OVERRIDES]
-
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def rl_rows(self) -> list[dict]:
-        path = self.run_dir / FILENAME
-        return read_metrics(path, phase="rl") if path.exists() else []
-
-    def kill(self, process: subprocess.Popen[str], name: str, *, when: Callable[[], bool]) -> str:
-        """`kill -9` of process `name` once `when` holds; what the command printed until it ended."""
-        deadline = time.monotonic() + 240
-        while not when():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline, f"no sign of {name} being due to die"
-            time.sleep(0.05)
-        os.kill(json.loads((self.run_dir / "processes.json").read_text())[name], signal.SIGKILL)
-        output, _ = process.communicate(timeout=90)
-        assert process.returncode == 1, output
-        return output
+from tests.jaxtrain.recipes.ring import PROMPTS, RL_STEPS, WARM_STEPS, Ring
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,73 @@
+"""The main job, small, in real processes that tests may kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtrain.training.metrics import FILENAME, read_metrics
+
+ROOT = Path(__file__).parents[3]
+RL_STEPS, WARM_STEPS, PROMPTS = 10, 4, 24
+OVERRIDES = [
+    f"rl.steps={RL_STEPS}",
+    f"warm_start.steps={WARM_STEPS}",
+    f"evaluation.prompts={PROMPTS}",
+    "checkpoint.every_steps=3",
+    "rollouts.lease_seconds=5",
+    "batch.rows=16",
+    "model.hidden_size=64",
+    "model.num_hidden_layers=2",
+    "model.head_dim=32",
+    "model.intermediate_size=128",
+    "warm_start.batch={start_tokens: 1024, end_tokens: 1024}",
+    "rl.batch={start_tokens: 1024, end_tokens: 2048, ramp_tokens: 4096}",
+    "rollouts.segment_groups=2",
+    "rollouts.flush_seconds=0.5",
+]
+
+
+class Ring:
+    """One run, started as often as needed with the same command."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "ring"
+        self._command = [sys.executable, "-m", "jaxtrain", "quickstart"]
+        self._command += ["--config", "configs/quickstart.yaml"]
+        self._command += ["--name", "ring", f"runs_dir={directory}", *OVERRIDES]
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, *more],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def rl_rows(self) -> list[dict]:
+        path = self.run_dir / FILENAME
+        return read_metrics(path, phase="rl") if path.exists() else []
+
+    def wait(self, process: subprocess.Popen[str], when: Callable[[], bool]) -> None:
+        """Until `when` holds, while the command runs."""
+        deadline = time.monotonic() + 240
+        while not when():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the run does not come to the awaited point"
+            time.sleep(0.05)
+
+    def kill(self, process: subprocess.Popen[str], name: str, *, when: Callable[[], bool]) -> str:
+        """`kill -9` of process `name` once `when` holds; what the command printed until it ended."""
+        self.wait(process, when)
+        os.kill(json.loads((self.run_dir / "processes.json").read_text())[name], signal.SIGKILL)
+        output, _ = process.communicate(timeout=90)
+        assert process.returncode == 1, output
+        return output
