@@ -24,7 +24,7 @@ from jaxtrain.inference import slots as device
 from jaxtrain.inference import weights
 from jaxtrain.inference.requests import Running, reject, resolve, routed_experts
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import define
+from jaxtrain.models.definition import define
 from rollout_bridge.engines.protocol import (
     Completion,
     EngineError,

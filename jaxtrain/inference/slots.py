@@ -15,7 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.decoder import Cache, Definition, Params
+from jaxtrain.models.decoder import Cache
+from jaxtrain.models.definition import Definition, Params
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
 from jaxtrain.losses.token_logprobs import TokenLogprobs, token_logprobs
-from jaxtrain.models.decoder import Definition, RouterStatistics
+from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.models.definition import Definition
 from jaxtrain.training.step import LossFunction, LossSums
 
 NEXT_TOKEN_METRICS = ("entropy",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.models.decoder import Definition
+from jaxtrain.models.definition import Definition
 from sharding.rules import ShardingRules
 
 RULES = ShardingRules(

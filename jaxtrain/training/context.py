@@ -21,7 +21,7 @@ from jaxtrain.config.optimization import OptimizerSection, Ramp, Schedule
 from jaxtrain.config.schema import ExperimentConfig
 from jaxtrain.data import tokenizer as task_tokenizer
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import Definition, define
+from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim import schedules
 from jaxtrain.optim.batch_ramp import BatchRamp
 from jaxtrain.optim.muon import MuonConfig

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.decoder import Definition, RouterStatistics
+from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.models.definition import Definition
 from jaxtrain.models.router import correction_bias_update
 
 Arrays = dict[str, jax.Array]

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.decoder import Definition, initialize
+from jaxtrain.models.definition import Definition, initialize
 from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
 from jaxtrain.training.step import (
     LossFunction,

@@ -13,7 +13,7 @@ from jaxtrain.inference import weights
 from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
 from jaxtrain.inference.slots import sample
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import define, initialize
+from jaxtrain.models.definition import define, initialize
 from rollout_bridge import names
 from rollout_bridge.engines.protocol import EngineError, FinishReason, KvPolicy, Request
 from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.models.balance import RouterStatistics
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import RouterStatistics, define, initialize
+from jaxtrain.models.definition import define, initialize
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
 CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.models.config import ModelConfig, ModelConfigError
-from jaxtrain.models.decoder import Cache, define, initialize
+from jaxtrain.models.decoder import Cache
+from jaxtrain.models.definition import define, initialize
 from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.forward import CONFIG, forward, perturbed_parameters, tokens_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.models.balance import sequence_balance
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import sequence_balance
 from jaxtrain.models.router import Routing, correction_bias_update, expert_counts
 from tests.jaxtrain.models.tiny import HF_CONFIG
 

@@ -10,7 +10,7 @@ import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from jaxtrain.losses.token_logprobs import token_logprobs
-from jaxtrain.models.decoder import define
+from jaxtrain.models.definition import define
 from rollout_bridge import names
 from tests.jaxtrain.models.forward import CONFIG, forward, tokens_of
 from tests.jaxtrain.models.tiny import HF_CONFIG

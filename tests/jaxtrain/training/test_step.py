@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.decoder import define
+from jaxtrain.models.definition import define
 from jaxtrain.optim.optimizer import OptimizerConfig, build
 from jaxtrain.training.trainer import (
     compile_apply,

@@ -1,0 +1,83 @@
+"""A decoder without its numbers, and random numbers for one.
+
+Parameters travel as a flat mapping from path to array ("moe/attention/q_proj/kernel"), the same paths that
+optimizer rules, checkpoints, sharding tables and the weight chain name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+from flax import nnx
+
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.parameters import Buffer
+
+Params = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A decoder without its numbers.
+
+    shapes: path -> shape of every parameter and buffer; axes: path -> logical axis names, one a dimension.
+    buffers: paths that have no gradient.
+    """
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    axes: dict[str, tuple[str | None, ...]]
+    buffers: frozenset[str]
+
+    def bind(self, params: Params) -> Decoder:
+        """The module holding `params`; works on tracers, so call it inside jit."""
+        missing = self.shapes.keys() - params.keys()
+        if missing:
+            raise KeyError(f"parameters missing: {sorted(missing)}")
+        flat = {
+            tuple(path.split("/")): (Buffer if path in self.buffers else nnx.Param)(params[path])
+            for path in self.shapes
+        }
+        return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+
+
+@lru_cache(maxsize=8)
+def define(config: ModelConfig) -> Definition:
+    """Shapes and logical axes by shape evaluation; allocates nothing."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    flat = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    return Definition(
+        config=config,
+        graphdef=graphdef,
+        shapes={
+            path: jax.ShapeDtypeStruct(v.get_value().shape, v.get_value().dtype) for path, v in flat.items()
+        },
+        axes={path: v.get_metadata()["logical_axes"] for path, v in flat.items()},
+        buffers=frozenset(path for path, v in flat.items() if isinstance(v, Buffer)),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _initialize(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
+    model = Decoder(config, rngs=nnx.Rngs(params=key))
+    return {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+def initialize(
+    config: ModelConfig, *, seed: int, shardings: Mapping[str, jax.sharding.Sharding] | None = None
+) -> dict[str, jax.Array]:
+    """Random parameters, created where `shardings` places them.
+
+    The same seed gives the same numbers on any mesh.
+    """
+    key = jax.random.key(seed)
+    if shardings is None:
+        return _initialize(config, key)
+    out = {path: shardings[path] for path in define(config).shapes}
+    return jax.jit(_initialize, static_argnums=0, out_shardings=out)(config, key)

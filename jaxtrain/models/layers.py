@@ -1,0 +1,72 @@
+"""A stack of identical pre-norm layers, dense or mixture-of-experts, run by `lax.scan`."""
+
+# B batch, S sequence, D model
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jaxtrain.models.attention import Attention
+from jaxtrain.models.config import ModelConfig, Remat
+from jaxtrain.models.experts import Experts
+from jaxtrain.models.mlp import SwiGLU
+from jaxtrain.models.norm import rms_norm
+from jaxtrain.models.parameters import ones, parameter
+from jaxtrain.models.router import Router, Routing
+
+
+class MoE(nnx.Module):
+    """Router, routed experts and shared experts."""
+
+    def __init__(self, rngs: nnx.Rngs, config: ModelConfig, layers: int) -> None:
+        self.config = config
+        self.router = Router(rngs, config, layers)
+        self.experts = Experts(rngs, config, layers)
+        if config.n_shared_experts:
+            hidden = config.n_shared_experts * config.moe_intermediate_size
+            self.shared = SwiGLU(rngs, layers, config.hidden_size, hidden, stddev=config.initializer_range)
+
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing]:
+        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        routing = self.router(x_ND)
+        out = self.experts(x_ND, routing)
+        if self.config.n_shared_experts:
+            out = out + self.shared(x_ND)
+        return out.reshape(x_BSD.shape), routing
+
+
+class Layers(nnx.Module):
+    """A stack of identical pre-norm layers, parameters stacked on a leading axis."""
+
+    def __init__(self, rngs: nnx.Rngs, config: ModelConfig, layers: int, *, moe: bool) -> None:
+        self.config = config
+        d, std = config.hidden_size, config.initializer_range
+        self.input_norm = parameter(rngs, (layers, d), ("layers", "embed_norm"), ones)
+        self.attention = Attention(rngs, config, layers)
+        self.post_attention_norm = parameter(rngs, (layers, d), ("layers", "embed_norm"), ones)
+        self.mlp = (
+            MoE(rngs, config, layers)
+            if moe
+            else SwiGLU(rngs, layers, d, config.intermediate_size, stddev=std)
+        )
+
+    def feed_forward(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing | None]:
+        normed = rms_norm(x_BSD, self.post_attention_norm[...], eps=self.config.rms_norm_eps)
+        out = self.mlp(normed)
+        y, routing = out if isinstance(out, tuple) else (out, None)
+        return x_BSD + y, routing
+
+
+def scan_layers(stack: Layers, body, carry, *, remat: Remat):
+    """Runs `body(layer, carry) -> (carry, output)` over the stacked layers with `lax.scan`."""
+    graphdef, state = nnx.split(stack)
+
+    def step(carry, layer_state):
+        return body(nnx.merge(graphdef, layer_state), carry)
+
+    if remat is Remat.FULL:
+        step = jax.checkpoint(step)
+    elif remat is Remat.DOTS:
+        step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    return jax.lax.scan(step, carry, state)
