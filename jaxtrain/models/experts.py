@@ -31,74 +31,113 @@ class Experts(nnx.Module):
 
     def __call__(self, x_ND: jax.Array, routing: Routing) -> jax.Array:
         """Weighted sum of each token's experts -> [N, D]."""
-        weights = [w[...].astype(x_ND.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)]
-        match resolve(self.config, x_ND.shape[0]):
-            case ExpertImplementation.DENSE:
-                return _dense(x_ND, routing, *weights)
-            case ExpertImplementation.BLOCKS:
-                return _blocks(x_ND, routing, *weights)
-            case _:
-                return _ragged(x_ND, routing, *weights)
+        weights = (w[...].astype(x_ND.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        implementation = self.config.expert_implementation
+        return routed_experts(x_ND, routing.ids, routing.weights, *weights, implementation=implementation)
 
 
-def resolve(config: ModelConfig, tokens: int) -> ExpertImplementation:
+def routed_experts(
+    x_ND: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    *,
+    implementation: ExpertImplementation,
+) -> jax.Array:
+    """sum over k of weights * down(silu(gate(x)) * up(x)) of the experts `ids` -> [N, D] in the dtype of x.
+
+    ids: integers in [0, E]. The id E is nobody: it contributes nothing, whatever its weight, so a device that
+    holds some of the experts passes E for the others.
+    """
+    num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
+    chosen = resolve(implementation, tokens=x_ND.shape[0], num_experts=num_experts, num_experts_per_token=k)
+    weights_Nk = jnp.where(ids_Nk < num_experts, weights_Nk, 0.0).astype(x_ND.dtype)
+    function = {
+        ExpertImplementation.DENSE: _dense,
+        ExpertImplementation.BLOCKS: _blocks,
+        ExpertImplementation.RAGGED: _ragged,
+    }[chosen]
+    return function(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)
+
+
+def resolve(
+    implementation: ExpertImplementation, *, tokens: int, num_experts: int, num_experts_per_token: int
+) -> ExpertImplementation:
     """The implementation that AUTO means for this platform and number of tokens."""
-    if config.expert_implementation is not ExpertImplementation.AUTO:
-        return config.expert_implementation
+    if implementation is not ExpertImplementation.AUTO:
+        return implementation
     if jax.default_backend() != "cpu":
         return ExpertImplementation.RAGGED
-    blocks = tokens * config.num_experts_per_tok // BLOCK_ROWS + config.n_routed_experts
-    dense_rows = tokens * config.n_routed_experts
+    blocks = tokens * num_experts_per_token // BLOCK_ROWS + num_experts
+    dense_rows = tokens * num_experts
     return ExpertImplementation.BLOCKS if 2 * blocks * BLOCK_ROWS < dense_rows else ExpertImplementation.DENSE
 
 
 def _dense(
-    x_ND: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+    x_ND: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
 ) -> jax.Array:
-    weights_NE = jnp.einsum(
-        "NkE,Nk->NE", jax.nn.one_hot(routing.ids, gate_EDF.shape[0], dtype=x_ND.dtype),
-        routing.weights.astype(x_ND.dtype),
-    )  # fmt: skip
+    chosen_NkE = jax.nn.one_hot(ids_Nk, gate_EDF.shape[0], dtype=x_ND.dtype)
+    weights_NE = jnp.einsum("NkE,Nk->NE", chosen_NkE, weights_Nk)
     hidden = jax.nn.silu(jnp.einsum("ND,EDF->ENF", x_ND, gate_EDF)) * jnp.einsum("ND,EDF->ENF", x_ND, up_EDF)
     return jnp.einsum("ENF,EFD,NE->ND", hidden, down_EFD, weights_NE, optimize=[(0, 1), (0, 1)])
 
 
 def _ragged(
-    x_ND: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+    x_ND: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
 ) -> jax.Array:
-    k = routing.ids.shape[1]
-    flat = routing.ids.reshape(-1)
+    num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
+    flat = ids_Nk.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes_E = jnp.bincount(flat, length=gate_EDF.shape[0]).astype(jnp.int32)
+    sizes_E = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
     rows = x_ND[order // k]
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate_EDF, sizes_E))
     hidden = hidden * jax.lax.ragged_dot(rows, up_EDF, sizes_E)
     out_rows = jax.lax.ragged_dot(hidden, down_EFD, sizes_E)
     out_NkD = out_rows[jnp.argsort(order)].reshape(-1, k, x_ND.shape[1])
-    return jnp.einsum("NkD,Nk->ND", out_NkD, routing.weights.astype(x_ND.dtype))
+    # Rows after the last group are undefined.
+    out_NkD = jnp.where((ids_Nk < num_experts)[..., None], out_NkD, 0)
+    return jnp.einsum("NkD,Nk->ND", out_NkD, weights_Nk)
 
 
 def _blocks(
-    x_ND: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+    x_ND: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
 ) -> jax.Array:
     n, d = x_ND.shape
-    num_experts, k = gate_EDF.shape[0], routing.ids.shape[1]
+    num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
     num_blocks = -(-n * k // BLOCK_ROWS) + num_experts
-    slot_Nk, expert_M = _block_layout(routing.ids, num_experts=num_experts, num_blocks=num_blocks)
+    slot_Nk, expert_M = _block_layout(ids_Nk, num_experts=num_experts, num_blocks=num_blocks)
     rows = _dispatch(x_ND, slot_Nk, num_blocks * BLOCK_ROWS).reshape(num_blocks, BLOCK_ROWS, d)
     hidden = jax.nn.silu(_by_block(rows, gate_EDF, expert_M)) * _by_block(rows, up_EDF, expert_M)
     out_rows = _by_block(hidden, down_EFD, expert_M).reshape(-1, d)
-    return jnp.einsum("NkD,Nk->ND", _collect(out_rows, slot_Nk), routing.weights.astype(x_ND.dtype))
+    return jnp.einsum("NkD,Nk->ND", _collect(out_rows, slot_Nk), weights_Nk)
 
 
 def _block_layout(ids_Nk: jax.Array, *, num_experts: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Slot of each (token, choice) in the padded rows [N, k], and the expert of each block [M].
 
-    Experts follow one another, each padded up to whole blocks; `num_blocks` bounds any imbalance.
+    Experts follow one another, each padded up to whole blocks; `num_blocks` bounds any imbalance. The slots
+    of nobody (id E) follow the last expert's and end inside the last blocks.
     """
     flat = ids_Nk.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    counts_E = jnp.bincount(flat, length=num_experts)
+    counts_E = jnp.bincount(flat, length=num_experts + 1)
     blocks_E = -(-counts_E // BLOCK_ROWS)
     block_ends_E = jnp.cumsum(blocks_E)
     row_starts_E = (block_ends_E - blocks_E) * BLOCK_ROWS
