@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,23 +19,13 @@ import numpy as np
 from rollout_bridge import names
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, scale_name
+from rollout_bridge.safetensors_files import TensorOutput, write_tensors
 from rollout_bridge.weights.journal import sync_directory
 from rollout_bridge.weights.mirror_view import MirrorView
 
 EngineFormat = Literal["fp8", "bf16"]
 STAMP = "jaxtrain_version.json"
 SHARD_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class _Output:
-    """One tensor of the directory; `bits` makes its content when its turn comes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    bits: Callable[[], np.ndarray]
 
 
 def materialize(
@@ -69,7 +57,7 @@ def materialize(
     temporary = directory / f".{target.name}.{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
-        _write_tensors(list(_outputs(view, engine_format)), temporary, shard_bytes)
+        write_tensors(list(_outputs(view, engine_format)), temporary, shard_bytes)
         files = dict(view.run.tokenizer) | {"config.json": json.dumps(_config(view, engine_format), indent=2)}
         for name, text in files.items():
             (temporary / name).write_text(text)
@@ -99,7 +87,7 @@ def _config(view: MirrorView, engine_format: EngineFormat) -> dict[str, Any]:
     return config
 
 
-def _outputs(view: MirrorView, engine_format: EngineFormat) -> Iterator[_Output]:
+def _outputs(view: MirrorView, engine_format: EngineFormat) -> Iterator[TensorOutput]:
     scales = {
         scale_name(name) for name, chosen in view.run.plan.formats.items() if chosen is Format.fp8_block
     }
@@ -108,55 +96,13 @@ def _outputs(view: MirrorView, engine_format: EngineFormat) -> Iterator[_Output]
         if engine_format == "bf16" and name in scales:
             continue
         if engine_format == "bf16" and quantized:
-            yield _Output(name, "BF16", spec.shape, 2 * spec.size, lambda name=name: _dequantized(view, name))
+            yield TensorOutput(
+                name, "BF16", spec.shape, 2 * spec.size, lambda name=name: _dequantized(view, name)
+            )
         else:
-            yield _Output(name, spec.dtype, spec.shape, spec.nbytes, lambda name=name: view.tensor(name))
+            yield TensorOutput(name, spec.dtype, spec.shape, spec.nbytes, lambda name=name: view.tensor(name))
 
 
 def _dequantized(view: MirrorView, name: str) -> np.ndarray:
     scale = view.tensor(scale_name(name)).view(np.float32)
     return dequantize_block_fp8(view.tensor(name), scale, name=name)
-
-
-def _write_tensors(outputs: list[_Output], directory: Path, shard_bytes: int) -> None:
-    shards: list[list[_Output]] = [[]]
-    size = 0
-    for output in outputs:
-        if size and size + output.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(output)
-        size += output.nbytes
-    if len(shards) == 1:
-        _write_safetensors(directory / "model.safetensors", shards[0])
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(directory / file, shard)
-        weight_map |= {output.name: file for output in shard}
-    total = sum(output.nbytes for output in outputs)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _write_safetensors(path: Path, outputs: list[_Output]) -> None:
-    """The safetensors format, one tensor in memory at a time: length of header, JSON header, contents."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for output in outputs:
-        header[output.name] = {
-            "dtype": output.dtype,
-            "shape": list(output.shape),
-            "data_offsets": [offset, offset + output.nbytes],
-        }
-        offset += output.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
-        for output in outputs:
-            file.write(np.ascontiguousarray(output.bits()).data)
-        file.flush()
-        os.fsync(file.fileno())
