@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.balance import RouterStatistics
 from jaxtrain.models.definition import Definition
 from jaxtrain.models.router import correction_bias_update
+from jaxtrain.optim import noise_scale
 
 Arrays = dict[str, jax.Array]
+Scalar = jax.Array | np.float32
 CORRECTION_BIAS = "moe/mlp/router/correction_bias"
 
 
@@ -27,13 +30,15 @@ CORRECTION_BIAS = "moe/mlp/router/correction_bias"
 class LossSums:
     """Sums over the tokens of a microbatch.
 
-    `loss` is differentiated; `metrics` are sums with weight `weight`.
+    `loss` is differentiated; `metrics` are sums with weight `weight`. mtp: loss of the multi-token prediction
+    layers, a sum that `LossScales.mtp` multiplies; None without such layers.
     """
 
     loss: jax.Array
     weight: jax.Array
     metrics: Arrays
     router: RouterStatistics
+    mtp: jax.Array | None = None
 
 
 LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
@@ -42,7 +47,10 @@ LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What `accumulate` adds up over a batch; float32. `tokens` counts valid tokens, loss or not."""
+    """What `accumulate` adds up over a batch; float32. `tokens` counts valid tokens, loss or not.
+
+    noise: None unless the gradient noise scale is measured, and then costs nothing.
+    """
 
     gradients: Arrays
     loss: jax.Array
@@ -51,6 +59,7 @@ class Sums:
     tokens: jax.Array
     expert_counts: jax.Array
     metrics: Arrays
+    noise: noise_scale.NoiseSums | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -65,11 +74,24 @@ class TrainState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LossScales:
+    """Factors of the auxiliary losses' sums, float32 scalars from the host's schedules.
+
+    The step divides every gradient once, by the batch's token weight W. A loss with a denominator N of its
+    own over the batch therefore has the factor weight * W / N.
+    """
+
+    balance: Scalar
+    mtp: Scalar
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepInputs:
     """Values of the schedules for this step, float32 scalars, so that they are no reason to compile."""
 
-    learning_rate: jax.Array
-    router_bias_rate: jax.Array
+    learning_rate: Scalar
+    router_bias_rate: Scalar
 
 
 @jax.tree_util.register_dataclass
@@ -98,18 +120,14 @@ def accumulate(
     state: TrainState,
     sums: Sums,
     microbatch: Batch,
-    balance_scale: jax.Array,
+    scales: LossScales,
 ) -> Sums:
-    """Adds one microbatch [row, sequence].
-
-    balance_scale: auxiliary loss weight times (token weight / valid tokens) of the whole batch, so that after
-    the one division by the token weight the balance loss is a mean over its own denominator, the valid
-    tokens.
-    """
+    """Adds one microbatch [row, sequence]."""
 
     def objective(params: Arrays) -> tuple[jax.Array, LossSums]:
         out = loss_function(definition, {**params, **state.buffers}, microbatch)
-        return out.loss + balance_scale * out.router.balance.sum(), out
+        total = out.loss + scales.balance * out.router.balance.sum()
+        return total if out.mtp is None else total + scales.mtp * out.mtp, out
 
     (_, out), gradients = jax.value_and_grad(objective, has_aux=True)(state.params)
     return Sums(
@@ -120,11 +138,18 @@ def accumulate(
         tokens=sums.tokens + (microbatch.segment_ids > 0).sum(),
         expert_counts=sums.expert_counts + out.router.counts,
         metrics=jax.tree.map(jnp.add, sums.metrics, out.metrics),
+        noise=None if sums.noise is None else noise_scale.add(sums.noise, gradients, out.weight),
     )
 
 
-def zero_sums(definition: Definition, params: Mapping[str, jax.Array], metric_names: tuple[str, ...]) -> Sums:
-    """Sums of no microbatch; traceable."""
+def zero_sums(
+    definition: Definition,
+    params: Mapping[str, jax.Array],
+    metric_names: tuple[str, ...],
+    *,
+    measure_noise: bool = False,
+) -> Sums:
+    """Sums of no microbatch; traceable. measure_noise: with the sums of the gradient noise scale."""
     config = definition.config
     experts = config.n_routed_experts if config.num_moe_layers else 0
     scalar = jnp.zeros((), jnp.float32)
@@ -136,6 +161,7 @@ def zero_sums(definition: Definition, params: Mapping[str, jax.Array], metric_na
         tokens=scalar,
         expert_counts=jnp.zeros((config.num_moe_layers, experts), jnp.float32),
         metrics={name: scalar for name in metric_names},
+        noise=noise_scale.empty() if measure_noise else None,
     )
 
 
@@ -146,7 +172,7 @@ def apply(
     sums: Sums,
     inputs: StepInputs,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step of sums whose `metrics` are left out.
+    """One optimizer step of sums whose `metrics` and `noise` are left out.
 
     A batch with a non-finite loss or gradient, or without any weight, changes nothing.
     """
@@ -160,7 +186,7 @@ def apply(
     steps = jax.tree.map(lambda d: inputs.learning_rate * d, directions)
     changed = TrainState(
         params=optax.apply_updates(state.params, steps),
-        buffers=_balance(state.buffers, sums.expert_counts, inputs.router_bias_rate),
+        buffers=_balance(state.buffers, sums.expert_counts, jnp.asarray(inputs.router_bias_rate)),
         optimizer=optimizer_state,
     )
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.definition import Definition, initialize
 from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
+from jaxtrain.optim.noise_scale import NoiseSums, estimate
+from jaxtrain.training.compilations import compilations
 from jaxtrain.training.step import (
     LossFunction,
+    LossScales,
     StepInputs,
     StepMetrics,
     Sums,
@@ -33,13 +35,13 @@ from sharding.tree import shard, shardings_like
 class Programs:
     """Compiled functions of one loss.
 
-    `zero() -> sums`, `accumulate(state, sums, microbatch, scale) -> sums`, and
-    `apply(state, sums without metrics, inputs) -> state, metrics`, which all losses share. State and sums
-    are donated where they are replaced.
+    `zero() -> sums`, `accumulate(state, sums, microbatch, scales) -> sums`, and
+    `apply(state, sums without metrics and noise, inputs) -> state, metrics`, which all losses share. State
+    and sums are donated where they are replaced.
     """
 
     zero: Callable[[], Sums]
-    accumulate: Callable[[TrainState, Sums, Batch, jax.Array], Sums]
+    accumulate: Callable[[TrainState, Sums, Batch, LossScales], Sums]
     apply: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]]
 
 
@@ -55,11 +57,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step as numbers on the host; `seconds` is wall time, device work included."""
+    """One step as numbers on the host.
+
+    seconds: wall time, device work included. compilations: programs compiled in it, those of operations
+    outside jit included; 0 from the second step of its programs on.
+    """
 
     values: dict[str, float]
     finite: bool
     seconds: float
+    compilations: int
 
 
 def abstract_state(definition: Definition, optimizer: optax.GradientTransformation) -> TrainState:
@@ -111,8 +118,11 @@ def initial_state(
     return TrainState(params=params, buffers=buffers, optimizer=optimizer_state)
 
 
-def sums_shardings(placement: Placement, metric_names: tuple[str, ...]) -> Sums:
+def sums_shardings(
+    placement: Placement, metric_names: tuple[str, ...], *, measure_noise: bool = False
+) -> Sums:
     """Where sums live: gradients as the parameters, the rest everywhere."""
+    everywhere = placement.replicated
     return Sums(
         gradients=placement.state.params,
         loss=placement.replicated,
@@ -121,6 +131,7 @@ def sums_shardings(placement: Placement, metric_names: tuple[str, ...]) -> Sums:
         tokens=placement.replicated,
         expert_counts=placement.replicated,
         metrics={name: placement.replicated for name in metric_names},
+        noise=NoiseSums(square_norms=everywhere, square_weights=everywhere) if measure_noise else None,
     )
 
 
@@ -144,15 +155,17 @@ def compile_programs(
     loss_function: LossFunction,
     metric_names: tuple[str, ...],
     step: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]],
+    measure_noise: bool = False,
 ) -> Programs:
     """Jitted programs of one loss; each compiles once, whatever the batch size becomes.
 
-    step: `compile_apply`'s.
+    step: `compile_apply`'s. measure_noise: report `noise_signal` and `noise_trace` with each step, for one
+    more pass over the gradients a microbatch.
     """
-    sums = sums_shardings(placement, metric_names)
+    sums = sums_shardings(placement, metric_names, measure_noise=measure_noise)
+    params = abstract_state(definition, optimizer).params
     zero = jax.jit(
-        lambda: zero_sums(definition, abstract_state(definition, optimizer).params, metric_names),
-        out_shardings=sums,
+        lambda: zero_sums(definition, params, metric_names, measure_noise=measure_noise), out_shardings=sums
     )
     add = jax.jit(
         partial(accumulate, definition, loss_function),
@@ -172,25 +185,46 @@ def train_step(
     learning_rate: float,
     router_bias_rate: float,
     balance_weight: float,
+    mtp_weight: float = 0.0,
 ) -> tuple[TrainState, StepReport]:
-    """One optimizer step on a whole batch; the old state is donated."""
-    started = time.perf_counter()
+    """One optimizer step on a whole batch; the old state is donated.
+
+    The scheduled values are those of the tokens seen before this step. Every process passes the same batch.
+    """
+    started, compiled = time.perf_counter(), compilations()
     valid = max(int(np.count_nonzero(batch.segment_ids)), 1)
-    scale = jnp.float32(balance_weight * float(np.sum(batch.loss_weights)) / valid)
+    scales = LossScales(
+        balance=np.float32(balance_weight * float(np.sum(batch.loss_weights)) / valid),
+        mtp=np.float32(mtp_weight),
+    )
     sums = programs.zero()
     for microbatch in batch.microbatches():
-        sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scale)
+        sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scales)
     inputs = StepInputs(
-        learning_rate=jnp.float32(learning_rate), router_bias_rate=jnp.float32(router_bias_rate)
+        learning_rate=np.float32(learning_rate), router_bias_rate=np.float32(router_bias_rate)
     )
-    state, metrics = programs.apply(state, replace(sums, metrics={}), inputs)
-    return state, _report(metrics, sums.metrics, started)
+    state, metrics = programs.apply(state, replace(sums, metrics={}, noise=None), inputs)
+    values, finite = _numbers(metrics, sums)
+    return state, StepReport(
+        values=values,
+        finite=finite,
+        seconds=time.perf_counter() - started,
+        compilations=compilations() - compiled,
+    )
 
 
-def _report(metrics: StepMetrics, sums: dict[str, jax.Array], started: float) -> StepReport:
-    """Numbers on the host; the loss's own sums become means over the token weight."""
-    host, totals = jax.device_get((metrics, sums))
+def _numbers(metrics: StepMetrics, sums: Sums) -> tuple[dict[str, float], bool]:
+    """Numbers on the host, and whether they are finite; the loss's own sums become means over the weight."""
+    host, totals, noise = jax.device_get((metrics, sums.metrics, sums.noise))
     weight = max(float(host.weight), 1e-20)
     values = {name: float(value) for name, value in vars(host).items() if name != "finite"}
     values |= {name: float(total) / weight for name, total in totals.items()}
-    return StepReport(values=values, finite=bool(host.finite), seconds=time.perf_counter() - started)
+    if noise is not None:
+        found = estimate(
+            square_norms=float(noise.square_norms),
+            square_weights=float(noise.square_weights),
+            weight=weight,
+            gradient_norm=float(host.gradient_norm),
+        )
+        values |= {} if found is None else {"noise_signal": found.signal, "noise_trace": found.trace}
+    return values, bool(host.finite)
