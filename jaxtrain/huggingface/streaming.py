@@ -1,0 +1,140 @@
+"""From a Hugging Face directory onto a mesh, tensor by tensor.
+
+The parameters are stacked over layers and experts and lie in shards on the devices. Each shard is filled
+where it is, by one small program a parameter: every step reads the rows that the local devices need of one
+tensor (of one for each group of experts, where experts are sharded), sends them, and writes them in place.
+Transposition and the change of dtype happen on the device. The host never holds more than that one step's
+tensors, and no process reads what is not on its devices' rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, HuggingFaceError
+from rollout_bridge.names.base import TensorSource, leading_shape, paths
+
+log = logging.getLogger(__name__)
+
+Bounds = tuple[int, int]
+
+
+def load_parameters(
+    checkpoint: HuggingFaceCheckpoint,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    shardings: Mapping[str, NamedSharding],
+) -> dict[str, jax.Array]:
+    """Every parameter of `shapes`, in its dtype and on its shards. All processes of the mesh call it.
+
+    Raises `HuggingFaceError` if a weight is not finite, naming the parameters; `TruncatedError` if a file got
+    shorter since it was checked.
+    """
+    groups = paths(checkpoint.sources)
+    if groups.keys() != shapes.keys():
+        raise HuggingFaceError(
+            checkpoint.directory,
+            [
+                f"{path}: the model and its tensor names differ in it"
+                for path in groups.keys() ^ shapes.keys()
+            ],
+        )
+    params = {path: _fill(checkpoint, groups[path], shapes[path], shardings[path]) for path in shapes}
+    finite = jax.device_get(_all_finite(params))
+    if bad := sorted(path for path, value in finite.items() if not value):
+        raise HuggingFaceError(
+            checkpoint.directory, [f"{path}: holds NaN or infinity; download it again" for path in bad]
+        )
+    log.info("read %d tensors from %s", len(checkpoint.sources), checkpoint.directory)
+    return params
+
+
+def _fill(
+    checkpoint: HuggingFaceCheckpoint,
+    group: tuple[TensorSource, ...],
+    shape: jax.ShapeDtypeStruct,
+    sharding: NamedSharding,
+) -> jax.Array:
+    """One stacked parameter. A step writes position `local` of the leading axes of every shard at once."""
+    lead = len(leading_shape(group))
+    shard_lead = sharding.shard_shape(shape.shape)[:lead]
+    blocks = tuple(whole // part for whole, part in zip(shape.shape, shard_lead, strict=False))
+    spec = (*sharding.spec, *([None] * (len(shape.shape) - len(sharding.spec))))
+    trailing = list(spec[lead:])
+    if group[0].transpose:
+        trailing[-2:] = trailing[:-3:-1]
+    piece_sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec[:lead], *trailing))
+    piece_shape = (*blocks, *group[0].shape)
+    by_index = {source.index: source.name for source in group}
+    write = _writer(sharding, piece_sharding, lead, group[0].transpose)
+
+    buffer = _zeros(shape.shape, shape.dtype, sharding)
+    for local in np.ndindex(*shard_lead):
+        origin = tuple(map(int, local))
+
+        def name_of(block: tuple[int, ...], origin: tuple[int, ...] = origin) -> str:
+            return by_index[tuple(b * n + i for b, n, i in zip(block, shard_lead, origin, strict=True))]
+
+        piece = _piece(checkpoint, name_of, piece_shape, piece_sharding, lead)
+        buffer = write(buffer, piece, np.asarray(local, np.int32))
+        jax.block_until_ready(buffer)  # the host's copy of the piece is free again
+    return buffer
+
+
+def _piece(
+    checkpoint: HuggingFaceCheckpoint,
+    name_of: Callable[[tuple[int, ...]], str],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    lead: int,
+) -> jax.Array:
+    """The tensors of one step as one array, [blocks of the leading axes..., as in the file...]."""
+    rows: dict[tuple[str, Bounds], np.ndarray] = {}
+    on_device = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        name = name_of(tuple(start for start, _ in bounds[:lead]))
+        wanted = bounds[lead:]
+        key = (name, wanted[0])
+        if key not in rows:
+            rows[key] = checkpoint.rows(name, *wanted[0])
+        part = rows[key][(slice(None), *(slice(*bound) for bound in wanted[1:]))]
+        part = np.ascontiguousarray(part).reshape((1,) * lead + part.shape)
+        on_device.append(jax.device_put(part, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, on_device)
+
+
+@lru_cache(maxsize=256)
+def _writer(
+    sharding: NamedSharding, piece_sharding: NamedSharding, lead: int, transpose: bool
+) -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]:
+    """Writes a piece into each shard at a local position; communicates nothing; the buffer is donated."""
+
+    def write(buffer: jax.Array, piece: jax.Array, local: jax.Array) -> jax.Array:
+        piece = piece.swapaxes(-1, -2) if transpose else piece
+        start = (*(local[axis] for axis in range(lead)), *([0] * (buffer.ndim - lead)))
+        return jax.lax.dynamic_update_slice(buffer, piece.astype(buffer.dtype), start)
+
+    mapped = jax.shard_map(
+        write,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, piece_sharding.spec, PartitionSpec()),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
+
+
+@jax.jit
+def _all_finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.isfinite(value).all() for path, value in params.items()}
