@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxtrain.training.integrity import digests
 
 # Items of a checkpoint; the JSON one holds the caller's data and the arrays' digests.
-_ARRAYS, _JSON = "arrays", "json"
+ARRAYS, JSON = "arrays", "json"
 
 
 class CheckpointError(RuntimeError):
@@ -66,7 +66,7 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
             ),
-            item_handlers={_ARRAYS: ocp.StandardCheckpointHandler(), _JSON: ocp.JsonCheckpointHandler()},
+            item_handlers={ARRAYS: ocp.StandardCheckpointHandler(), JSON: ocp.JsonCheckpointHandler()},
         )
 
     def save(self, step: int, arrays: Any, data: Mapping[str, Any], *, force: bool = False) -> bool:
@@ -101,7 +101,7 @@ class Checkpointer:
             )
         leaves = _by_path(arrays)
         item = {"data": dict(data), "digests": digests(leaves)}
-        items = ocp.args.Composite(**{_ARRAYS: ocp.args.StandardSave(leaves), _JSON: ocp.args.JsonSave(item)})
+        items = ocp.args.Composite(**{ARRAYS: ocp.args.StandardSave(leaves), JSON: ocp.args.JsonSave(item)})
         return bool(self._manager.save(step, args=items, force=True))
 
     def restore(self, step: int | None, like: Any) -> Restored:
@@ -123,20 +123,20 @@ class Checkpointer:
         self._check(where, step, wanted)
         targets = {path: _target(leaf) for path, leaf in wanted.items()}
         items = ocp.args.Composite(
-            **{_ARRAYS: ocp.args.StandardRestore(targets), _JSON: ocp.args.JsonRestore()}
+            **{ARRAYS: ocp.args.StandardRestore(targets), JSON: ocp.args.JsonRestore()}
         )
         try:
             restored = self._manager.restore(step, args=items)
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
             raise CheckpointError(self._unreadable(where, step, str(error))) from error
-        leaves = {path: restored[_ARRAYS][path] for path in wanted}
-        saved, found = restored[_JSON]["digests"], digests(leaves)
+        leaves = {path: restored[ARRAYS][path] for path in wanted}
+        saved, found = restored[JSON]["digests"], digests(leaves)
         if damaged := [path for path in wanted if found[path] != saved[path]]:
             raise CheckpointError(
                 self._unreadable(where, step, f"{damaged} are not what was saved: their digests differ")
             )
         tree = jax.tree.unflatten(jax.tree.structure(like), list(leaves.values()))
-        return Restored(step, tree, restored[_JSON]["data"])
+        return Restored(step, tree, restored[JSON]["data"])
 
     def latest(self) -> int | None:
         """Returns the newest finished step, or None."""
@@ -168,7 +168,7 @@ class Checkpointer:
 
     def _check(self, where: str, step: int, wanted: Mapping[str, Any]) -> None:
         try:
-            stored = self._manager.item_metadata(step)[_ARRAYS]
+            stored = self._manager.item_metadata(step)[ARRAYS]
             found = {path: (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in stored.tree.items()}
         except Exception as error:  # as in restore
             raise CheckpointError(self._unreadable(where, step, f"its metadata: {error}")) from error
