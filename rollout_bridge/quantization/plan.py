@@ -179,9 +179,9 @@ def _slices_into_blocks(size: int, ranks: int) -> bool:
     return size % ranks == 0 and size // ranks % BLOCK[0] == 0
 
 
-def _glm4_moe_layers(names: Iterable[str]) -> list[_Layer]:
-    """Layers as vLLM builds them for Glm4MoeForCausalLM: query, key and value merged, gate and up merged,
-    experts of a layer fused.
+def _merged_layers(names: Iterable[str]) -> list[_Layer]:
+    """Layers as vLLM builds them for Glm4Moe, Qwen3Moe, Qwen3 and Llama: query, key and value merged, gate and
+    up merged, experts of a layer fused.
     """
     grouped: dict[tuple[str, str], list[str]] = {}
     for name in names:
@@ -210,7 +210,9 @@ def _glm4_moe_layers(names: Iterable[str]) -> list[_Layer]:
     ]
 
 
-_LAYERS: dict[str, Callable[[Iterable[str]], list[_Layer]]] = {"glm4_moe": _glm4_moe_layers}
+_LAYERS: dict[str, Callable[[Iterable[str]], list[_Layer]]] = dict.fromkeys(
+    ("glm4_moe", "qwen3_moe", "qwen3", "llama"), _merged_layers
+)
 
 
 def _module(name: str) -> str:
