@@ -180,8 +180,9 @@ def _slices_into_blocks(size: int, ranks: int) -> bool:
 
 
 def _merged_layers(names: Iterable[str]) -> list[_Layer]:
-    """Layers as vLLM builds them for Glm4Moe, Qwen3Moe, Qwen3 and Llama: query, key and value merged, gate and
-    up merged, experts of a layer fused.
+    """Layers as vLLM builds them for Glm4Moe, Qwen3Moe, Qwen3 and Llama.
+
+    Query, key and value are merged, gate and up are merged, experts of a layer are fused.
     """
     grouped: dict[tuple[str, str], list[str]] = {}
     for name in names:

@@ -143,8 +143,8 @@ def test_plans_that_mean_nothing_are_refused(damage: dict[str, object], message:
 
 
 def test_what_no_rule_covers_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'llama'.*glm4_moe"):
-        plan_for({}, architecture="llama", serving=None)
+    with pytest.raises(ValueError, match="'mamba'.*glm4_moe"):
+        plan_for({}, architecture="mamba", serving=None)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.conv\.weight: no rule"):
         plan_for({"model.layers.0.conv.weight": (4, 4)}, architecture=ARCHITECTURE, serving=None)
     with pytest.raises(ValueError, match=r"experts\.weight: shape \[2, 3, 4\]"):
