@@ -1,0 +1,86 @@
+"""Where a model, its configuration and its tokenizer lie in the two kinds of directory there are.
+
+A Hugging Face directory has everything in one place. A directory of ours, a run's or an imported model's, has
+
+    config.json        as Hugging Face writes it, without a quantization_config
+    tokenizer/         the files of the tokenizer
+    checkpoints/STEP/  Orbax; parameters under `params/`, what has no gradient under `buffers/`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer", "checkpoints"
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+class DestinationError(ValueError):
+    """A directory to write cannot be written: it is there already, or there is no room for it."""
+
+
+def is_hugging_face(directory: Path) -> bool:
+    """Whether weights lie beside config.json, instead of in checkpoints/."""
+    return not (directory / CHECKPOINTS).is_dir()
+
+
+def companions_directory(directory: Path) -> Path:
+    """Where the tokenizer of either kind of directory is."""
+    return directory if is_hugging_face(directory) else directory / TOKENIZER
+
+
+def companions(directory: Path) -> list[Path]:
+    """The tokenizer's files in a directory, and what else travels with weights unchanged."""
+    return [directory / name for name in COMPANIONS if (directory / name).is_file()]
+
+
+def copy_companions(source: Path, destination: Path) -> None:
+    """Copies those that are not there yet."""
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in companions(source):
+        if not (destination / path.name).exists():
+            shutil.copyfile(path, destination / path.name)
+
+
+def write_config(directory: Path, hf_config: Mapping[str, Any]) -> None:
+    """Writes config.json whole or not at all."""
+    partial = directory / f".{CONFIG}.{os.getpid()}"
+    partial.write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(directory / CONFIG)
+
+
+def check_destination(destination: Path, *, nbytes: int) -> None:
+    """Raises `DestinationError` if something is there already or `nbytes` do not fit on its disk."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise DestinationError(f"{destination}: exists already; name another directory, or move it away")
+    parent = next(path for path in destination.absolute().parents if path.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise DestinationError(
+            f"{destination}: {nbytes / 1e9:.1f} GB are needed, {parent} has {free / 1e9:.1f}"
+        )
+
+
+@contextmanager
+def written_whole(destination: Path) -> Iterator[Path]:
+    """A new directory beside `destination`, renamed to it at the end, or removed when an exception passes."""
+    destination = destination.absolute()
+    partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.rename(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
