@@ -70,7 +70,7 @@ def _forward(
     hidden, router = definition.bind(params)(tokens, positions, jnp.asarray(batch.segment_ids))
     out = token_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
-        params["lm_head/kernel"],
+        definition.head(params),
         jnp.asarray(batch.targets).reshape(-1),
         temperature_N=temperature,
     )

@@ -33,13 +33,25 @@ class Remat(enum.StrEnum):
     DOTS = "dots"
 
 
+class Scoring(enum.StrEnum):
+    """What a router makes of its logits, in float32: each by itself, or all together."""
+
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
 class ModelConfigError(ValueError):
     """A model configuration that cannot be built; names each field, its value and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder. Names and meanings follow `transformers.Glm4MoeConfig`."""
+    """One decoder. Names and meanings follow `transformers.Glm4MoeConfig`.
+
+    A decoder without experts has first_k_dense_replace = num_hidden_layers and 0 in the experts' fields.
+    router_scoring, correction_bias: of the routers. num_nextn_predict_layers: layers that predict further
+    tokens (MTP), beyond num_hidden_layers.
+    """
 
     model_type: str
     vocab_size: int
@@ -62,6 +74,10 @@ class ModelConfig:
     attention_bias: bool
     rms_norm_eps: float
     max_position_embeddings: int
+    router_scoring: Scoring = Scoring.SIGMOID
+    correction_bias: bool = True
+    tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
     initializer_range: float = 0.02
     compute_dtype: str = "bfloat16"
     expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
@@ -85,33 +101,12 @@ class ModelConfig:
         remat: str = "none",
     ) -> ModelConfig:
         """Reads a Hugging Face config.json. Raises `ModelConfigError` naming every problem at once."""
-        rope = hf_config.get("rope_parameters") or {}
-        values = {
-            **hf_config,
-            "rope_theta": hf_config.get("rope_theta", rope.get("rope_theta")),
-            "partial_rotary_factor": hf_config.get(
-                "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)
-            ),
-        }
-        names = [
-            f.name
-            for f in cls.__dataclass_fields__.values()
-            if f.name not in ("compute_dtype", "expert_implementation", "remat", "initializer_range")
-        ]
-        missing = [name for name in names if values.get(name) is None]
-        if missing:
-            raise ModelConfigError(f"config.json: missing {', '.join(missing)}; all are needed")
-        config = cls(
-            **{name: values[name] for name in names},
-            initializer_range=values.get("initializer_range", 0.02),
-            compute_dtype=compute_dtype,
-            expert_implementation=ExpertImplementation(expert_implementation),
-            remat=Remat(remat),
+        # The architectures build ModelConfigs, so their registry cannot be imported above.
+        from jaxtrain.models.architectures.registry import read_config
+
+        return read_config(
+            hf_config, compute_dtype=compute_dtype, expert_implementation=expert_implementation, remat=remat
         )
-        problems = config.problems() + _unsupported(hf_config)
-        if problems:
-            raise ModelConfigError("; ".join(problems))
-        return config
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty when the decoder can be built."""
@@ -121,10 +116,18 @@ class ModelConfig:
             if not ok:
                 found.append(line)
 
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+        positive = [
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim",
+        ]
+        if self.first_k_dense_replace:
+            positive.append("intermediate_size")
+        if self.num_moe_layers > 0:
+            positive += ["moe_intermediate_size", "n_routed_experts"]
+        for name in positive:
             check(getattr(self, name) > 0, f"{name}: {getattr(self, name)} is not positive")
         check(
-            self.num_attention_heads % self.num_key_value_heads == 0,
+            self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_key_value_heads: {self.num_key_value_heads} does not divide "
             f"num_attention_heads {self.num_attention_heads}",
         )
@@ -133,7 +136,7 @@ class ModelConfig:
             f"first_k_dense_replace: {self.first_k_dense_replace} is not in [0, {self.num_hidden_layers}]",
         )
         check(
-            1 <= self.num_experts_per_tok <= self.n_routed_experts,
+            self.num_moe_layers < 1 or 1 <= self.num_experts_per_tok <= self.n_routed_experts,
             f"num_experts_per_tok: {self.num_experts_per_tok} is not in [1, {self.n_routed_experts}]",
         )
         check(
@@ -141,17 +144,10 @@ class ModelConfig:
             f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} gives "
             f"{self.rotary_dim} rotated channels, expected an even number in [2, {self.head_dim}]",
         )
+        check(
+            self.num_nextn_predict_layers == 0 or self.num_moe_layers > 0,
+            f"num_nextn_predict_layers: {self.num_nextn_predict_layers}, but the decoder has no layer of experts, "
+            "whose form they have",
+        )
         return found
 
-
-def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
-    expected = {"n_group": 1, "topk_group": 1, "hidden_act": "silu", "tie_word_embeddings": False}
-    found = [
-        f"{name}: {hf_config[name]!r} is not supported, expected {value!r}"
-        for name, value in expected.items()
-        if name in hf_config and hf_config[name] != value
-    ]
-    rope_type = (hf_config.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope_type != "default":
-        found.append(f"rope_parameters.rope_type: {rope_type!r} is not supported, expected 'default'")
-    return found

@@ -38,7 +38,8 @@ class Decoder(nnx.Module):
         if config.num_moe_layers:
             self.moe = Layers(rngs, config, config.num_moe_layers, moe=True)
         self.final_norm = parameter(rngs, (d,), ("embed_norm",), ones)
-        self.lm_head = Head(rngs, config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Head(rngs, config)
 
     def __call__(
         self, tokens_BS: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array
@@ -100,8 +101,8 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V]; for sampling. Training losses project in chunks instead."""
-        kernel = self.lm_head.kernel[...].astype(hidden.dtype)
-        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        head_DV = self.embedding[...].T if self.config.tie_word_embeddings else self.lm_head.kernel[...]
+        return jnp.matmul(hidden, head_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def _stacks(self) -> list[Layers]:
         return [getattr(self, name) for name in ("dense", "moe") if hasattr(self, name)]

@@ -45,6 +45,10 @@ class Definition:
         }
         return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
 
+    def head(self, params: Params) -> jax.Array:
+        """The output projection [D, V]; of tied models the word embedding, transposed."""
+        return params["embedding"].T if self.config.tie_word_embeddings else params["lm_head/kernel"]
+
 
 @lru_cache(maxsize=8)
 def define(config: ModelConfig) -> Definition:

@@ -1,7 +1,8 @@
-"""Sigmoid top-k router in float32 with a selection-only correction bias.
+"""Top-k router in float32: sigmoid or softmax scores, with or without a selection-only correction bias.
 
-Source: GLM-4.5 (arXiv 2508.06471) and auxiliary-loss-free balancing (arXiv 2408.15664): the bias takes part
-in choosing experts, never in their weights, so it has no gradient.
+Sources: GLM-4.5 (arXiv 2508.06471) and auxiliary-loss-free balancing (arXiv 2408.15664): the bias takes part
+in choosing experts, never in their weights, so it has no gradient. Softmax without a bias: Qwen3
+(arXiv 2505.09388).
 """
 
 # N tokens, D model, E experts, k experts a token
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.config import ModelConfig, Scoring
 from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
 
 
@@ -23,7 +24,8 @@ from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
 class Routing:
     """ids int32 [N, k], weights float32 [N, k], scores float32 [N, E].
 
-    The sum of a token's weights is routed_scaling_factor.
+    scores: of all experts, without the correction bias. The sum of a token's weights is
+    routed_scaling_factor where the top-k is normalised.
     """
 
     ids: jax.Array
@@ -36,12 +38,20 @@ class Router(nnx.Module):
         self.config = config
         d, e, std = config.hidden_size, config.n_routed_experts, config.initializer_range
         self.kernel = parameter(rngs, (layers, d, e), ("layers", "embed", "router"), normal(std))
-        self.correction_bias = parameter(rngs, (layers, e), ("layers", "router"), zeros, kind=Buffer)
+        if config.correction_bias:
+            self.correction_bias = parameter(rngs, (layers, e), ("layers", "router"), zeros, kind=Buffer)
 
     def __call__(self, x_ND: jax.Array) -> Routing:
         config = self.config
-        scores_NE = jax.nn.sigmoid(x_ND.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32))
-        choice_NE = jax.lax.stop_gradient(scores_NE) + self.correction_bias[...]
+        logits_NE = x_ND.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
+        match config.router_scoring:
+            case Scoring.SIGMOID:
+                scores_NE = jax.nn.sigmoid(logits_NE)
+            case Scoring.SOFTMAX:
+                scores_NE = jax.nn.softmax(logits_NE, axis=-1)
+        choice_NE = jax.lax.stop_gradient(scores_NE)
+        if config.correction_bias:
+            choice_NE = choice_NE + self.correction_bias[...]
         _, ids_Nk = jax.lax.top_k(choice_NE, config.num_experts_per_tok)
         weights_Nk = jnp.take_along_axis(scores_NE, ids_Nk, axis=-1)
         if config.norm_topk_prob:

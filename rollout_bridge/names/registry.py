@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_bridge.names import base, glm4_moe
+from rollout_bridge.names import base, glm4_moe, llama, qwen3, qwen3_moe
 from rollout_bridge.names.base import NamesError, TensorSource
 
 
@@ -20,7 +20,12 @@ class Architecture:
     tensors: Callable[[Mapping[str, Any]], tuple[TensorSource, ...]]
 
 
-ARCHITECTURES = {"glm4_moe": Architecture(glm4_moe.ARCHITECTURE, glm4_moe.tensors)}
+ARCHITECTURES = {
+    "glm4_moe": Architecture(glm4_moe.ARCHITECTURE, glm4_moe.tensors),
+    "qwen3_moe": Architecture(qwen3_moe.ARCHITECTURE, qwen3_moe.tensors),
+    "qwen3": Architecture(qwen3.ARCHITECTURE, qwen3.tensors),
+    "llama": Architecture(llama.ARCHITECTURE, llama.tensors),
+}
 
 
 def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:

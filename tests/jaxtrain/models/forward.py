@@ -1,4 +1,4 @@
-"""The tiny model as a function of its parameters, and parameters that leave no part of it trivial."""
+"""The tiny models as functions of their parameters, and parameters that leave no part of them trivial."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.jaxtrain.models.tiny import HF_CONFIG
 CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")
 
 
-def perturbed_parameters(seed: int) -> dict[str, jax.Array]:
+def perturbed_parameters(seed: int, config: ModelConfig = CONFIG) -> dict[str, jax.Array]:
     """Initial parameters plus noise of 0.3, of 0.1 for norms: as initialised, biases are 0 and norms 1."""
     rng = np.random.default_rng(seed)
     return {
         path: value + (0.1 if "norm" in path else 0.3) * rng.normal(size=value.shape).astype(np.float32)
-        for path, value in sorted(initialize(CONFIG, seed=seed).items())
+        for path, value in sorted(initialize(config, seed=seed).items())
     }
 
 
@@ -34,6 +34,8 @@ def forward(
     tokens: np.ndarray,
     positions: np.ndarray | None = None,
     segment_ids: np.ndarray | None = None,
+    *,
+    config: ModelConfig = CONFIG,
 ) -> tuple[jax.Array, RouterStatistics]:
     """Logits [row, sequence, vocabulary] and router statistics; without the last two, a document a row."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
@@ -41,7 +43,7 @@ def forward(
 
     @jax.jit
     def run(params):
-        model = define(CONFIG).bind(params)
+        model = define(config).bind(params)
         hidden, statistics = model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
         return model.logits(hidden), statistics
 

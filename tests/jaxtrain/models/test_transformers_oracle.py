@@ -1,4 +1,7 @@
-"""The decoder against transformers' Glm4MoeForCausalLM, which needs torch."""
+"""Every architecture against transformers' implementation, which needs torch.
+
+Bounds: float32, relative to the largest magnitude; 1e-4 for logits, 1e-3 for each parameter's gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,82 +10,77 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from jaxtrain.losses.token_logprobs import token_logprobs
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
-from rollout_bridge import names
-from tests.jaxtrain.models.forward import CONFIG, forward, tokens_of
-from tests.jaxtrain.models.tiny import HF_CONFIG
+from tests.jaxtrain.models.forward import forward, tokens_of
+from tests.jaxtrain.models.reference import parameters, random_model
+from tests.jaxtrain.models.tiny import HF_CONFIGS
 
 
-@pytest.fixture(scope="module")
-def reference() -> Glm4MoeForCausalLM:
-    torch.manual_seed(0)
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**HF_CONFIG)).eval()
+@pytest.fixture(scope="module", params=HF_CONFIGS)
+def pair(request):
+    """(config.json, the reference, its weights as our parameters)."""
+    hf_config = HF_CONFIGS[request.param]
+    model = random_model(hf_config)
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    return hf_config, model, parameters(hf_config, state)
+
+
+def test_logits_equal_transformers_padded_and_packed(pair):
+    """One call holds a whole row, a padded one, and one with two documents and padding; the reference sees
+    each document alone, or padded under an attention mask."""
+    hf_config, model, params = pair
+    config = ModelConfig.from_hf(hf_config, compute_dtype="float32")
+    rng = np.random.default_rng(0)
+    tokens = tokens_of(rng, 3, 24)
+    segments = np.array([[1] * 24, [1] * 15 + [0] * 9, [1] * 8 + [2] * 13 + [0] * 3], np.int32)
+    positions = np.array([[*range(24)], [*range(24)], [*range(8), *range(13), *range(3)]], np.int32)
+    ours, _ = forward(params, tokens, positions, segments, config=config)
+    ids = torch.tensor(tokens.astype(np.int64))
     with torch.no_grad():
-        for name, value in model.state_dict().items():
-            scale = 0.3 if "norm" not in name else 0.1
-            value.add_(scale * torch.randn_like(value))
-    return model
+        mask = torch.tensor((segments[:2] > 0).astype(np.int64))
+        rows = model(ids[:2], attention_mask=mask).logits.numpy()
+        documents = [model(ids[2:, part]).logits.numpy() for part in (slice(0, 8), slice(8, 21))]
+    scale = 1e-4 * np.abs(rows).max()
+    assert np.abs(ours[0] - rows[0]).max() <= scale
+    assert np.abs(ours[1, :15] - rows[1, :15]).max() <= scale
+    assert np.abs(ours[2, :8] - documents[0][0]).max() <= scale
+    assert np.abs(ours[2, 8:21] - documents[1][0]).max() <= scale
 
 
-@pytest.fixture(scope="module")
-def params(reference: Glm4MoeForCausalLM) -> dict[str, jax.Array]:
-    """The reference's weights under our paths, through the checkpoint names."""
-    state = {}
-    for name, value in reference.state_dict().items():
-        array = value.numpy()
-        if name.endswith("experts.gate_up_proj"):  # transformers fuses what checkpoints keep apart
-            stem = name.removesuffix("gate_up_proj")
-            for expert, fused in enumerate(array):
-                gate, up = np.split(fused, 2)
-                state[f"{stem}{expert}.gate_proj.weight"], state[f"{stem}{expert}.up_proj.weight"] = gate, up
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            for expert, down in enumerate(array):
-                state[f"{stem}{expert}.down_proj.weight"] = down
-        else:
-            state[name] = array
-    return {path: jnp.asarray(v) for path, v in names.to_tree(HF_CONFIG, state.__getitem__).items()}
-
-
-def test_logits_equal_transformers(reference, params):
-    tokens = tokens_of(np.random.default_rng(0), 3, 24)
-    ours, _ = forward(params, tokens)
-    with torch.no_grad():
-        theirs = reference(torch.tensor(tokens.astype(np.int64))).logits.numpy()
-    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
-
-
-def test_gradients_equal_torch(reference, params):
+def test_gradients_equal_torch(pair):
+    """Of every parameter, through the checkpoint names; a tied embedding's holds the head's part."""
+    hf_config, model, params = pair
+    definition = define(ModelConfig.from_hf(hf_config, compute_dtype="float32"))
+    trained = {path: value for path, value in params.items() if path not in definition.buffers}
+    buffers = {path: params[path] for path in definition.buffers}
     tokens = tokens_of(np.random.default_rng(1), 2, 16)
 
-    def loss(params):
-        model = define(CONFIG).bind(params)
+    def loss(trained):
+        params = {**trained, **buffers}
         ids = jnp.asarray(tokens)
         positions = jnp.broadcast_to(jnp.arange(15), (2, 15))
-        hidden, _ = model(ids[:, :-1], positions, jnp.ones((2, 15), jnp.int32))
+        hidden, _ = definition.bind(params)(ids[:, :-1], positions, jnp.ones((2, 15), jnp.int32))
         out = token_logprobs(
-            hidden.reshape(-1, 64), params["lm_head/kernel"], ids[:, 1:].reshape(-1), chunk=7
+            hidden.reshape(-1, hidden.shape[-1]), definition.head(params), ids[:, 1:].reshape(-1), chunk=7
         )
         return -out.logprobs.mean()
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(trained)
     ids = torch.tensor(tokens.astype(np.int64))
-    reference.zero_grad()
-    their_loss = reference(ids, labels=ids).loss
+    model.zero_grad()
+    their_loss = model(ids, labels=ids).loss
     their_loss.backward()
     assert float(value) == pytest.approx(their_loss.item(), rel=1e-5)
-    for ours, theirs in (
-        (gradients["embedding"], reference.model.embed_tokens.weight.grad),
-        (
-            gradients["moe/attention/q_proj/kernel"][1].T,
-            reference.model.layers[2].self_attn.q_proj.weight.grad,
-        ),
-        (gradients["moe/mlp/router/kernel"][0].T, reference.model.layers[1].mlp.gate.weight.grad),
-        (gradients["moe/mlp/experts/down_proj"][1].mT, reference.model.layers[2].mlp.experts.down_proj.grad),
-        (gradients["lm_head/kernel"].T, reference.lm_head.weight.grad),
-    ):
-        theirs = theirs.numpy()
-        assert np.abs(ours - theirs).max() <= 1e-3 * np.abs(theirs).max()
+    their_gradients = {
+        name: value.new_zeros(value.shape).numpy() if value.grad is None else value.grad.numpy()
+        for name, value in model.named_parameters()
+    } | {name: value.numpy() for name, value in model.named_buffers()}
+    expected = parameters(hf_config, their_gradients)
+    assert gradients.keys() == expected.keys() - definition.buffers
+    for path, gradient in gradients.items():
+        largest = np.abs(expected[path]).max()
+        assert largest > 0, path
+        assert np.abs(gradient - expected[path]).max() <= 1e-3 * largest, path

@@ -33,3 +33,78 @@ HF_CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+}
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 72,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rope_theta": 100_000.0,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+}
+
+# One a line of the registry, then the other values of what an architecture leaves open.
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    "glm4_moe": HF_CONFIG,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "glm4_moe-air": HF_CONFIG | {"use_qk_norm": False, "routed_scaling_factor": 1.0, "n_shared_experts": 2},
+    "qwen3_moe-raw-gates": QWEN3_MOE | {"norm_topk_prob": False, "mlp_only_layers": []},
+    "qwen3-untied": QWEN3 | {"tie_word_embeddings": False},
+}

@@ -86,8 +86,8 @@ def test_a_tied_head_has_no_tensor_of_its_own():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(names.NamesError, match="model_type 'llama' is not one of"):
-        names.tensors({"model_type": "llama"})
+    with pytest.raises(names.NamesError, match="model_type 'gpt2' is not one of"):
+        names.tensors({"model_type": "gpt2"})
     with pytest.raises(names.NamesError, match="'vocab_size' is missing"):
         names.tensors({"model_type": "glm4_moe"})
     with pytest.raises(names.NamesError, match=r"embed_tokens\.weight: shape \(1, 2\), expected \(64, 32\)"):

@@ -1,0 +1,179 @@
+"""An architecture as a table: which field of config.json is which number of a decoder, and what it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.models.config import ExpertImplementation, ModelConfig, ModelConfigError, Remat
+
+Json = Mapping[str, Any]
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One number of `ModelConfig` that models of an architecture may differ in.
+
+    name: in ModelConfig. keys: in config.json, the first is written; the name itself when empty.
+    absent: what a config.json without it means (transformers' default), REQUIRED if it must be there; a
+    function computes it from the config.json.
+    new: its value in an experiment that leaves it out, REQUIRED if it must be given.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    absent: Any = REQUIRED
+    new: Any = REQUIRED
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return self.keys or (self.name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family of models that transformers and vLLM know by `model_type`.
+
+    class_name: the Hugging Face class. fields: what its models differ in.
+    implied: values of ModelConfig that are the same in all of them; a function derives the value from the
+    fields and the config.json (or the experiment's values).
+    expected: fields of config.json that change the computation, with the one value implemented; absent or
+    null is as good. written: further fields that config.json gets.
+    refusals: config.json -> lines about further values that are not implemented.
+    """
+
+    model_type: str
+    class_name: str
+    fields: tuple[Field, ...]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    refusals: Callable[[Json], list[str]] = lambda _: []
+
+
+ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+
+# Fields of every decoder here, with the values new models get where one is usual.
+COMMON = (
+    Field(name="vocab_size"),
+    Field(name="hidden_size"),
+    Field(name="num_hidden_layers"),
+    Field(name="num_attention_heads"),
+    Field(name="num_key_value_heads"),
+    Field(name="max_position_embeddings", new=4096),
+    Field(name="initializer_range", absent=0.02, new=0.02),
+)
+UNIVERSALLY_EXPECTED = {"hidden_act": "silu", "attention_dropout": 0.0}
+# What a decoder without experts has in their place.
+DENSE = {
+    "first_k_dense_replace": lambda values, _: values["num_hidden_layers"],
+    "moe_intermediate_size": 0,
+    "n_routed_experts": 0,
+    "num_experts_per_tok": 0,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "correction_bias": False,
+}
+
+
+def read(
+    architecture: Architecture,
+    hf_config: Json,
+    *,
+    compute_dtype: str = "bfloat16",
+    expert_implementation: str = "auto",
+    remat: str = "none",
+) -> ModelConfig:
+    """The decoder that a Hugging Face config.json describes.
+
+    Raises `ModelConfigError` that names every missing field and every value that is not implemented, at once.
+    """
+    given = _flatten_rope(hf_config)
+    values: dict[str, Any] = {}
+    missing = []
+    for item in architecture.fields:
+        found = next((given[key] for key in item.spellings if given.get(key) is not None), item.absent)
+        if callable(found):
+            found = found(given) if not missing else 0
+        if found is REQUIRED:
+            missing.append(item.spellings[0])
+        values[item.name] = found
+    problems = _unsupported(architecture, hf_config) + architecture.refusals(hf_config)
+    if missing:
+        where = f"config.json of model_type {architecture.model_type!r}"
+        problems.insert(0, f"{where}: missing {', '.join(missing)}; all are needed")
+        raise ModelConfigError("; ".join(problems))
+    config = complete(
+        architecture,
+        values,
+        hf_config,
+        compute_dtype=compute_dtype,
+        expert_implementation=ExpertImplementation(expert_implementation),
+        remat=Remat(remat),
+    )
+    problems += config.problems()
+    if problems:
+        raise ModelConfigError("; ".join(problems))
+    return config
+
+
+def complete(
+    architecture: Architecture, values: Mapping[str, Any], source: Json, **numerics: Any
+) -> ModelConfig:
+    """`values` of the architecture's fields, with what it implies. `source` is what they were read from."""
+    implied = {
+        name: value(values, source) if callable(value) else value
+        for name, value in architecture.implied.items()
+    }
+    return ModelConfig(model_type=architecture.model_type, **{**values, **implied}, **numerics)
+
+
+def write(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
+    """config.json as transformers 5 and vLLM load it; `read` gives `config` back (numerics aside)."""
+    rope = {item.name: getattr(config, item.name) for item in architecture.fields if item.name in ROPE_KEYS}
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **{item.spellings[0]: getattr(config, item.name) for item in architecture.fields},
+        **{k: v(config) if callable(v) else v for k, v in architecture.written.items()},
+        "rope_parameters": {"rope_type": "default", **rope},
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": "bfloat16",
+    }
+
+
+def _flatten_rope(hf_config: Json) -> dict[str, Any]:
+    """transformers 5 keeps rotary settings in `rope_parameters`, older files at the top."""
+    rope = hf_config.get("rope_parameters") or {}
+    return {**hf_config, **{key: rope[key] for key in ROPE_KEYS if rope.get(key) is not None}}
+
+
+def _unsupported(architecture: Architecture, hf_config: Json) -> list[str]:
+    found = [
+        f"{name}: {hf_config[name]!r} is not supported, expected {value!r}"
+        for name, value in {**UNIVERSALLY_EXPECTED, **architecture.expected}.items()
+        if hf_config.get(name) is not None and hf_config[name] != value
+    ]
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = hf_config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            found.append(f"{key}.rope_type: {kind!r} is not supported, expected 'default'")
+    rope = hf_config.get("rope_parameters") or {}
+    for key in ROPE_KEYS:
+        top, inner = hf_config.get(key), rope.get(key)
+        if top is not None and inner is not None and top != inner:
+            found.append(f"{key}: {top} differs from rope_parameters.{key}, {inner}")
+    return found
