@@ -9,6 +9,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import (
     Fraction,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -124,6 +125,11 @@ class WeightSection(Section):
     retention_versions: NonNegativeInt = setting(
         200,
         "an agent this far behind still finds its deltas; beyond, it takes a full one",
+        resumable=True,
+    )
+    retention_s: NonNegativeFloat = setting(
+        600.0,
+        "a version stays this long after the next one came, for readers that acknowledge nothing",
         resumable=True,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,10 +14,15 @@ from jaxtrain.training.context import Context, Progress
 from jaxtrain.training.step import TrainState
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
-from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights.garbage import collect
-from rollout_bridge.weights.manifest import BrokenVersion, Latest
-from rollout_bridge.weights.publisher import NothingToCompare, Publication, Publisher, WriterSettings
+from rollout_bridge.store import Store
+from rollout_bridge.weights.manifest import Latest
+from rollout_bridge.weights.publisher import (
+    NothingToCompare,
+    Publication,
+    Publisher,
+    Retention,
+    WriterSettings,
+)
 from rollout_bridge.weights.run import RunInfo, create_or_join
 from sharding import processes
 
@@ -47,7 +52,6 @@ class Publications:
     version: int
     published_step: int = -1
     _last: Publication | None = None
-    _metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def open(cls, context: Context, store: Store) -> Publications:
@@ -69,6 +73,11 @@ class Publications:
                 process=processes.process_index(),
                 processes=processes.process_count(),
             ),
+            retention=Retention(
+                versions=config.weights.retention_versions,
+                seconds=config.weights.retention_s,
+                every=config.weights.full_every,
+            ),
         )
         head = publisher.take_over().model_dump(mode="json") if processes.process_index() == 0 else None
         head = Latest.model_validate(processes.broadcast_json(head, name="weights/latest"))
@@ -81,8 +90,8 @@ class Publications:
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
 
-        At the head's step, checks the redo.
-        Waits only while the publication before is still on its way.
+        At the head's step, checks the redo. While a publication is on its way the next one waits its turn, in
+        place of one that waits already: the trainer goes on.
         """
         params = {**state.params, **state.buffers}
         if self.head.version and progress.step == self.published_step and self._last is None:
@@ -116,8 +125,6 @@ class Publications:
         return progress.rl_steps // every > published // every
 
     def _publish(self, params: dict[str, jax.Array], progress: Progress, update_rms: float | None) -> None:
-        self._collect()
-        self._remove_old()
         rms = update_rms if self.section.publish_every == 1 else None  # of one step
         self._last = self.publisher.publish(params, step=progress.step, update_rms=rms)
         self.published_step, self.version = progress.step, self._last.version
@@ -128,36 +135,28 @@ class Publications:
             self._publish({**state.params, **state.buffers}, progress, None)
         if self._last is not None:
             self._last.result()
-            self._collect()
         return self.version
 
     def metrics(self) -> dict[str, float]:
-        """Version of the current weights, and sizes of the version committed last."""
-        return {"version": self.version, "incarnation": self.publisher.head.incarnation, **self._metrics}
+        """Version of the current weights, sizes of the version committed last, and counts so far."""
+        values = {"version": self.version, "incarnation": self.publisher.head.incarnation}
+        if self.publisher.last is None:
+            return values
+        stats, counters = self.publisher.last.stats, self.publisher.counters
+        return values | {
+            "delta_bytes": stats.delta_bytes or stats.full_bytes,
+            "delta_reference_bytes": stats.reference_bytes,
+            "full_bytes_bf16": stats.full_bytes_bf16,
+            "changed_fraction": stats.changed_fraction,
+            "manifest_bytes": counters["manifest_bytes"],
+            "publish_milliseconds": counters["publish_milliseconds"],
+            "versions_overtaken": counters["overtaken"],
+            "versions_removed": counters["removed"],
+            "removal_failures": counters["removal_failures"],
+        }
 
     def close(self) -> None:
         self.publisher.close()
-
-    def _remove_old(self) -> None:
-        """Removes versions no reader can need, now and then, while nothing is in flight."""
-        if processes.process_index() != 0 or self.version == 0 or self.version % self.section.full_every:
-            return
-        try:
-            removed = collect(self.store, retention=self.section.retention_versions).removed
-        except (BrokenVersion, StoreError) as broken:
-            log.warning("old versions are kept: %s", broken)
-        else:
-            log.info("removed %d old versions", len(removed))
-
-    def _collect(self) -> None:
-        if self._last is not None:
-            stats = self._last.stats()
-            self._metrics = {
-                "delta_bytes": stats.delta_bytes,
-                "delta_reference_bytes": stats.reference_bytes,
-                "full_bytes_bf16": stats.full_bytes_bf16,
-                "changed_fraction": stats.changed_fraction,
-            }
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

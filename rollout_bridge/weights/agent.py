@@ -72,6 +72,7 @@ class SyncAgent:
         self.engine = engine
         self.agent_id = agent_id
         self.errors = 0
+        self.last_error = ""
         self.updates = 0
         self.verified_tensors = 0
         self._mirror_dir = Path(mirror_dir)
@@ -110,12 +111,13 @@ class SyncAgent:
         """One look at everything; whether the engine moved."""
         mirror = subscriber.mirror
         served = await self.engine.version()
-        if mirror.version is not None and (served != mirror.version or self._engine_suspect):
-            update = await _in_thread(subscriber.current)
+        if served is None or served != mirror.version or self._engine_suspect:
+            # Nothing that may be served: brought to date first, then given every tensor.
+            update = await _in_thread(lambda: self._renewed(subscriber))
         else:
             target = await _in_thread(lambda: self._target(served))
             update = None
-            if served is None or target is None or target > served:
+            if target is None or target > served:
                 update = await _in_thread(lambda: subscriber.advance(target))
         if update is not None:
             await self._serve(update)
@@ -123,6 +125,15 @@ class SyncAgent:
         elif time.monotonic() - self._acknowledged > self._settings.heartbeat:
             await self._acknowledge(subscriber)
         return update is not None
+
+    def _renewed(self, subscriber: Subscriber) -> Update | None:
+        """All of the newest version to be had: of what the mirror holds, while the store is out of reach."""
+        held = subscriber.mirror.version
+        try:
+            target = self._target(held)
+        except StoreError:
+            target = held
+        return subscriber.renew(target)
 
     async def _serve(self, update: Update) -> None:
         """After a failure the engine gets every tensor again: a part of an update may have reached it."""
@@ -161,7 +172,10 @@ class SyncAgent:
             "pause_ms": list(self._pauses),
             "verified_tensors": self.verified_tensors,
             "fallbacks": subscriber.fallbacks,
+            "setbacks": subscriber.setbacks,
+            "broken_versions": len(subscriber.broken),
             "errors": self.errors,
+            "last_error": self.last_error,
         }
         await _in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
         self._acknowledged = time.monotonic()
@@ -169,6 +183,7 @@ class SyncAgent:
     async def _failed(self, error: Exception) -> None:
         """Counts and logs a failure and waits a little; raises `AgentError` past `patience`."""
         self.errors += 1
+        self.last_error = str(error)[:500]
         self._failures += 1
         now = time.monotonic()
         if self._failing_since is None:

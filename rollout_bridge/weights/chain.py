@@ -6,9 +6,10 @@ digest. What is wrong with a version is a `BrokenVersion`; a store that cannot b
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ from rollout_bridge.weights.manifest import (
     Piece,
 )
 from rollout_bridge.weights.run import RunInfo
+
+logger = logging.getLogger(__name__)
+
+# Bits of NaN and infinity (E4M3 has no infinity, and one NaN of either sign).
+_NOT_FINITE = {"F8_E4M3": 0x7F, "BF16": 0x7F80, "F32": 0x7F800000}
 
 
 def parse_latest(store: Store, data: bytes) -> Latest:
@@ -70,29 +76,66 @@ def read_manifest(store: Store, ref: ManifestRef, run: RunInfo) -> Manifest:
 
 @dataclass(frozen=True)
 class Link:
-    """One version of the chain: where its manifest is, and what it says."""
+    """One version of the chain, and how it is taken: `whole`, or as the change from its parent."""
 
     ref: ManifestRef
     manifest: Manifest
+    whole: bool
+
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """What has to be read of tensor `name`."""
+        entry = self.manifest.tensors[name]
+        return entry.blobs if self.whole or self.manifest.kind is Kind.DELTA else entry.change
+
+    @property
+    def nbytes(self) -> int:
+        stats = self.manifest.stats
+        return stats.full_bytes if self.whole else stats.delta_bytes
 
 
 def walk(
-    store: Store, head: ManifestRef, run: RunInfo, *, held: ManifestRef | None, cache: dict[ManifestRef, Link]
+    store: Store,
+    head: ManifestRef,
+    run: RunInfo,
+    *,
+    held: ManifestRef | None,
+    cache: dict[ManifestRef, Manifest],
+    avoid: Container[ManifestRef] = (),
 ) -> list[Link]:
     """Versions that lead to `head`, oldest first: from the one after `held`, or from a full version.
 
-    Going back from the head it stops at whichever comes first. cache: links already read, kept by the caller.
-    Raises `BrokenVersion` naming the manifest that could not be read.
+    Of the way from `held` and that from the newest full version the one with fewer bytes; past that full
+    version only where every manifest is there and none is in `avoid`.
+    cache: manifests already read, kept by the caller. Raises `BrokenVersion` naming one that cannot be read.
     """
     links: list[Link] = []
+    from_full: list[Link] | None = None
     ref: ManifestRef | None = head
     while ref is not None and ref != held:
-        if ref not in cache:
-            cache[ref] = Link(ref, read_manifest(store, ref, run))
-        links.append(cache[ref])
-        manifest = cache[ref].manifest
-        ref = None if manifest.kind is Kind.FULL else manifest.parent
+        if from_full is not None and (ref in avoid or (held is not None and ref.version <= held.version)):
+            return from_full
+        try:
+            if ref not in cache:
+                cache[ref] = read_manifest(store, ref, run)
+        except BrokenVersion as error:
+            if from_full is None:
+                raise
+            logger.info("from the full version %d: %s", from_full[0].ref.version, error)
+            return from_full
+        manifest = cache[ref]
+        if manifest.kind is Kind.FULL:
+            from_full = from_full or [Link(ref, manifest, whole=True), *links[::-1]]
+            if held is None or held.version >= ref.version or not manifest.follows:
+                return from_full
+        links.append(Link(ref, manifest, whole=False))
+        if from_full is not None and _nbytes(links) > _nbytes(from_full):
+            return from_full
+        ref = manifest.parent
     return links[::-1]
+
+
+def _nbytes(links: Iterable[Link]) -> int:
+    return sum(link.nbytes for link in links)
 
 
 class Blobs:
@@ -165,7 +208,7 @@ def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
     touched: list[np.ndarray] = []
     for link in links:
         ref, entry = link.ref, link.manifest.tensors[name]
-        for piece in entry.blobs:
+        for piece in link.pieces(name):
             if current is old:
                 current = old.copy()
             before = np.ascontiguousarray(current[piece.slices])
@@ -175,6 +218,7 @@ def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
                 raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
             local, values = _as_sparse(decoded, before)
             indices = flat_indices(local, piece.rectangle, entry.shape)
+            _check_finite(ref, name, entry.dtype, values)
             current_digest = digest.update(current_digest, indices, before.reshape(-1)[local], values)
             current.reshape(-1)[indices] = values
             touched.append(indices)
@@ -191,6 +235,7 @@ def fill(link: Link, blobs: Blobs, name: str, target: np.ndarray) -> None:
             content = delta.decode_full(blobs.piece(ref, piece), piece.shape, target.dtype)
         except delta.DeltaError as error:
             raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
+        _check_finite(ref, name, entry.dtype, content)
         target[piece.slices] = content
     _check_digest(ref, name, digest.digest(target), entry.digest_value)
 
@@ -211,7 +256,7 @@ def flat_indices(
 
 def objects_of(links: Iterable[Link], name: str) -> list[str]:
     """Keys of the objects that hold pieces of tensor `name`."""
-    return [link.ref.directory + piece.key for link in links for piece in link.manifest.tensors[name].blobs]
+    return [link.ref.directory + piece.key for link in links for piece in link.pieces(name)]
 
 
 def digests_of(manifest: Manifest) -> dict[str, int]:
@@ -227,6 +272,14 @@ def _as_sparse(
     values = decoded.values.reshape(-1)
     local = np.flatnonzero(values != before.reshape(-1))
     return local, values[local]
+
+
+def _check_finite(ref: ManifestRef, name: str, dtype: str, bits: np.ndarray) -> None:
+    """No trainer publishes NaN or infinity: such bits are damage, whatever the digest says."""
+    mask = bits.dtype.type(_NOT_FINITE[dtype])
+    bad = np.count_nonzero((bits & mask) == mask)
+    if bad:
+        raise BrokenVersion(ref, f"tensor {name}", f"{bad} of its new values are NaN or infinite")
 
 
 def _check_digest(ref: ManifestRef, name: str, found: int, expected: int) -> None:

@@ -53,6 +53,7 @@ class Begin(BaseModel):
     model_config = ConfigDict(extra="forbid")
     attempt: str
     kind: Kind
+    follows: bool = False
 
 
 class PartTensor(BaseModel):
@@ -64,11 +65,16 @@ class PartTensor(BaseModel):
 
 
 class Part(BaseModel):
-    """What one process wrote of a version."""
+    """What one process wrote of a version.
+
+    change: of a full version that follows its parent, what a delta has in `tensors`.
+    """
 
     model_config = ConfigDict(extra="forbid")
     attempt: str
     tensors: dict[str, PartTensor]
+    change: dict[str, PartTensor] | None = None
+    full_bytes: int
     delta_bytes: int
     reference_bytes: float
     changed: int
@@ -152,19 +158,30 @@ def assemble(
 ) -> Manifest:
     """The manifest of what all processes wrote. digests: of every tensor before a delta.
 
-    Raises ValueError (of `Manifest`) if the parts of a full version do not cover a tensor.
+    Raises ValueError (of `Manifest`) if the parts of a full version do not cover a tensor, or if its change
+    does not lead to it.
     """
     specs = joined.tensors
+    changes = [part.change for part in parts if part.change is not None]
+    follows = len(changes) == len(parts)
     entries = {}
     for name, spec in specs.items():
-        mine = [part.tensors[name] for part in parts if name in part.tensors]
-        value = digest.combine(
-            0 if kind is Kind.FULL else digests[name], *(int(part.digest, 16) for part in mine)
+        start = 0 if kind is Kind.FULL else digests[name]
+        value, blobs = _merge(start, [part.tensors for part in parts], name)
+        change: tuple[Piece, ...] = ()
+        if follows:
+            led_to, change = _merge(digests[name], changes, name)
+            if led_to != value:
+                raise ValueError(
+                    f"tensor {name}: its change since version {version - 1} leads to digest {led_to:016x}, "
+                    f"its new bits have {value:016x}: the baseline is not what was published"
+                )
+        entries[name] = TensorEntry(
+            dtype=spec.dtype, shape=spec.shape, digest=f"{value:016x}", blobs=blobs, change=change
         )
-        blobs = tuple(piece for part in mine for piece in part.blobs)
-        entries[name] = TensorEntry(dtype=spec.dtype, shape=spec.shape, digest=f"{value:016x}", blobs=blobs)
     stats = Stats(
         delta_bytes=sum(part.delta_bytes for part in parts),
+        full_bytes=sum(part.full_bytes for part in parts),
         reference_bytes=sum(part.reference_bytes for part in parts),
         full_bytes_bf16=2 * sum(specs[source.name].size for source in joined.sources),
         changed_fraction=sum(part.changed for part in parts) / sum(spec.size for spec in specs.values()),
@@ -176,6 +193,8 @@ def assemble(
         incarnation=incarnation,
         step=step,
         kind=kind,
+        follows=follows,
+        time=time.time(),
         parent=parent,
         tensors=entries,
         stats=stats,
@@ -183,15 +202,22 @@ def assemble(
     )
 
 
+def _merge(start: int, parts: list[dict[str, PartTensor]], name: str) -> tuple[int, tuple[Piece, ...]]:
+    """(digest of a tensor, its pieces) from what each process wrote of it."""
+    mine = [part[name] for part in parts if name in part]
+    value = digest.combine(start, *(int(part.digest, 16) for part in mine))
+    return value, tuple(piece for part in mine for piece in part.blobs)
+
+
 def put_begin(store: Store, *, version: int, incarnation: int, begin: Begin) -> None:
     """Process 0 tells the others that a publication has begun, and of which kind."""
     store.put(_begin_key(version, incarnation), begin.model_dump_json().encode())
 
 
-def wait_begin(store: Store, *, version: int, incarnation: int, attempt: str, timeout: float) -> Kind:
+def wait_begin(store: Store, *, version: int, incarnation: int, attempt: str, timeout: float) -> Begin:
     """What process 0 decided. Raises `StoreError` after `timeout` seconds."""
     key = _begin_key(version, incarnation)
-    return _wait(store, {key: 0}, Begin, attempt=attempt, timeout=timeout)[0].kind
+    return _wait(store, {key: 0}, Begin, attempt=attempt, timeout=timeout)[0]
 
 
 def put_part(store: Store, *, version: int, incarnation: int, process: int, part: Part) -> None:

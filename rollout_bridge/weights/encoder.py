@@ -13,7 +13,7 @@ from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
 from rollout_bridge.weights.chain import flat_indices
-from rollout_bridge.weights.commit import Part, PartTensor
+from rollout_bridge.weights.commit import PartTensor
 from rollout_bridge.weights.manifest import Piece
 
 _CHUNK = 1 << 22
@@ -106,11 +106,18 @@ def _grouped(patches: Iterable[tuple[str, Patch]]) -> dict[str, list[Patch]]:
 
 
 @dataclass
-class _Account:
+class Written:
+    """Blobs that are in the store: what they hold of each tensor, in bytes and in elements."""
+
+    label: str
     tensors: dict[str, PartTensor] = field(default_factory=dict)
     objects: int = 0
     nbytes: int = 0
     changed: int = 0
+
+    @property
+    def next_object(self) -> str:
+        return f"{self.label}-{self.objects:05d}.blob"
 
 
 def write(
@@ -118,28 +125,26 @@ def write(
     patches: Iterable[Patch],
     *,
     directory: str,
-    process: int,
-    attempt: str,
-    reference_bytes: float,
+    label: str,
     preset: str,
     threads: int,
     object_bytes: int,
-) -> Part:
+) -> Written:
     """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
 
-    On return every blob the part names is in the store.
+    label: begins the names of the objects. On return every blob of the account is in the store.
     """
-    account = _Account()
+    account = Written(label)
     buffer = bytearray()
     # A loop over one executor keeps the order of patches, so objects hold neighbouring tensors.
     with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
         for patch, (blob, part_digest) in _in_order(pool, patches, preset, ahead=4 * threads):
             if buffer and len(buffer) + len(blob) > object_bytes:
-                _flush(store, directory, process, account, buffer)
+                _flush(store, directory, account, buffer)
             entry = account.tensors.setdefault(patch.name, PartTensor(digest=f"{0:016x}", blobs=[]))
             entry.blobs.append(
                 Piece(
-                    key=_object_name(process, account.objects),
+                    key=account.next_object,
                     offset=len(buffer),
                     length=len(blob),
                     hash=xxhash.xxh3_128_hexdigest(blob),
@@ -150,14 +155,8 @@ def write(
             account.changed += patch.changed
             buffer += blob
     if buffer:
-        _flush(store, directory, process, account, buffer)
-    return Part(
-        attempt=attempt,
-        tensors=account.tensors,
-        delta_bytes=account.nbytes,
-        reference_bytes=reference_bytes,
-        changed=account.changed,
-    )
+        _flush(store, directory, account, buffer)
+    return account
 
 
 def _in_order(pool: ThreadPoolExecutor, patches: Iterable[Patch], preset: str, *, ahead: int):  # noqa: ANN202
@@ -191,12 +190,8 @@ def _encode(patch: Patch, preset: str) -> tuple[bytes, int]:
     return blob, digest.update(0, indices, patch.old, patch.values)
 
 
-def _flush(store: Store, directory: str, process: int, account: _Account, buffer: bytearray) -> None:
-    store.put(directory + _object_name(process, account.objects), bytes(buffer))
+def _flush(store: Store, directory: str, account: Written, buffer: bytearray) -> None:
+    store.put(directory + account.next_object, bytes(buffer))
     account.nbytes += len(buffer)
     account.objects += 1
     buffer.clear()
-
-
-def _object_name(process: int, number: int) -> str:
-    return f"{process:05d}-{number:05d}.blob"

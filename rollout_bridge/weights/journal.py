@@ -36,8 +36,20 @@ class Change:
 
 
 def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
-    """Writes and syncs the journal; a crash before the end leaves `path` absent."""
-    body = path.with_suffix(".body")
+    """Writes and syncs the journal; a crash before the end leaves `path` absent, an exception nothing."""
+    body, temporary = path.with_suffix(".body"), path.with_suffix(".tmp")
+    try:
+        _write(body, temporary, state, changes)
+    except Exception:
+        body.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+        raise
+    body.unlink()
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def _write(body: Path, temporary: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
     entries = []
     with open(body, "wb") as file:
         for change in changes:
@@ -45,7 +57,6 @@ def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
             file.write(np.ascontiguousarray(change.indices, dtype=f"<u{width}").data)
             file.write(np.ascontiguousarray(change.values).data)
             entries.append([change.name, int(change.indices.size), width, change.values.dtype.str])
-    temporary = path.with_suffix(".tmp")
     header = json.dumps({"state": state, "entries": entries}).encode()
     hasher = xxhash.xxh3_128()
     with open(temporary, "wb") as file, open(body, "rb") as content:
@@ -58,9 +69,6 @@ def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
         file.write(hasher.digest())
         file.flush()
         os.fsync(file.fileno())
-    body.unlink()
-    os.replace(temporary, path)
-    sync_directory(path.parent)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Iterator[Change]]:

@@ -116,12 +116,16 @@ class Piece(_Record):
 
 
 class TensorEntry(_Record):
-    """A tensor after this version. No blobs: it did not change, and the digest is the old one."""
+    """A tensor after this version. No blobs: it did not change, and the digest is the old one.
+
+    change: in a full version that `follows` its parent, what changed since the parent, as a delta has it.
+    """
 
     dtype: str
     shape: tuple[_Count, ...]
     digest: _Digest
     blobs: tuple[Piece, ...] = ()
+    change: tuple[Piece, ...] = ()
 
     @property
     def digest_value(self) -> int:
@@ -133,12 +137,15 @@ class TensorEntry(_Record):
 
 
 class Stats(_Record):
-    """Sizes in bytes. reference_bytes: order-0 conditional entropy of the same change (0 for a full version).
+    """Sizes of the blobs in bytes, the manifest left out. 0: the version does not have that form.
 
+    delta_bytes: of the change since the parent. full_bytes: of all bits. reference_bytes: order-0 conditional
+        entropy of the change. full_bytes_bf16: of the checkpoint, uncompressed.
     changed_fraction: of all elements. update_rms: of the master weights since the version before, if known.
     """
 
     delta_bytes: _Count
+    full_bytes: _Count = 0
     reference_bytes: _Finite
     full_bytes_bf16: _Count
     changed_fraction: _Finite
@@ -146,7 +153,11 @@ class Stats(_Record):
 
 
 class Manifest(_Record):
-    """One version of the weights, written last: a reader that sees it can read every blob it names."""
+    """One version of the weights, written last: a reader that sees it can read every blob it names.
+
+    follows: a full version that lists the change from its parent too, for readers that hold the parent.
+    time: unix seconds of its making, by the clock of process 0.
+    """
 
     format_version: Literal[1] = 1
     run_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -154,6 +165,8 @@ class Manifest(_Record):
     incarnation: _Count
     step: _Count
     kind: Kind
+    follows: bool = False
+    time: _Finite = 0.0
     parent: ManifestRef | None = None
     tensors: dict[str, TensorEntry]
     stats: Stats
@@ -177,12 +190,15 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        if (self.kind is Kind.DELTA) and self.parent is None:
+        if (self.kind is Kind.DELTA or self.follows) and self.parent is None:
             raise ValueError("a delta names the version it is a delta on")
+        if self.follows and self.kind is Kind.DELTA:
+            raise ValueError("only a full version can follow its parent beside what it is")
         if self.parent is not None and self.parent.version != self.version - 1:
             raise ValueError(f"parent of version {self.version} is version {self.parent.version}")
         for name, entry in self.tensors.items():
-            _check_entry(name, entry, self.kind)
+            _check_entry(name, entry, entry.blobs, whole=self.kind is Kind.FULL)
+            _check_entry(name, entry, entry.change if self.follows else (), whole=False)
         return self
 
     @property
@@ -205,11 +221,11 @@ def parse_version_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _check_entry(name: str, entry: TensorEntry, kind: Kind) -> None:
+def _check_entry(name: str, entry: TensorEntry, pieces: tuple[Piece, ...], *, whole: bool) -> None:
     if entry.dtype not in BITS:
         raise ValueError(f"tensor {name}: dtype {entry.dtype!r} is not one of {sorted(BITS)}")
     covered = 0
-    for piece in entry.blobs:
+    for piece in pieces:
         inside = len(piece.rectangle) == len(entry.shape) and all(
             start < stop <= size for (start, stop), size in zip(piece.rectangle, entry.shape, strict=True)
         )
@@ -217,5 +233,5 @@ def _check_entry(name: str, entry: TensorEntry, kind: Kind) -> None:
             raise ValueError(f"tensor {name}: rectangle {piece.rectangle} does not lie in {entry.shape}")
         covered += math.prod(piece.shape)
     size = math.prod(entry.shape)
-    if covered > size or (kind is Kind.FULL and covered != size):
+    if covered > size or (whole and covered != size):
         raise ValueError(f"tensor {name}: its rectangles hold {covered} elements, the tensor has {size}")

@@ -113,11 +113,16 @@ class Mirror:
         specs = run.tensors
         offsets, size = mirror_view.layout(specs)
         path = self.directory / _NEW_TENSORS
-        with open(path, "wb") as file:
-            file.truncate(size)
-        data = np.memmap(path, mode="r+", dtype=np.uint8)
-        fill(MirrorView(self.directory, run, state, specs, offsets, data).writable)
-        data.flush()
+        try:
+            with open(path, "wb") as file:
+                # Blocks now: a page of a sparse file that finds the disk full ends the process (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, size)
+            data = np.memmap(path, mode="r+", dtype=np.uint8)
+            fill(MirrorView(self.directory, run, state, specs, offsets, data).writable)
+            data.flush()
+        except Exception:
+            path.unlink(missing_ok=True)
+            raise
         journal.replace_file(self.directory / _NEW_VERSION, json.dumps(state.to_json()).encode())
         self._redo_replace()
 

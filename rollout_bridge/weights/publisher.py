@@ -14,25 +14,37 @@ import concurrent.futures
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from rollout_bridge.names import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
-from rollout_bridge.store import Store
-from rollout_bridge.weights import commit, device_bits
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.weights import commit, device_bits, garbage
 from rollout_bridge.weights.commit import Superseded
 from rollout_bridge.weights.device_bits import Bits, Compaction
-from rollout_bridge.weights.manifest import Kind, Latest, Manifest, Stats
+from rollout_bridge.weights.garbage import Retention
+from rollout_bridge.weights.manifest import BrokenVersion, Kind, Latest, Manifest, Stats
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.writer import ChainWriter, WriterSettings
 
-__all__ = ["Compaction", "Publication", "Publisher", "Superseded", "WriterSettings"]
+__all__ = [
+    "Compaction",
+    "Overtaken",
+    "Publication",
+    "Publisher",
+    "Retention",
+    "Superseded",
+    "WriterSettings",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +53,17 @@ class NothingToCompare(RuntimeError):
     """There is no head, or the chain to it cannot be read; the next version will be a full one."""
 
 
-class Publication:
-    """One version on its way to the store."""
+class Overtaken(RuntimeError):
+    """The publication was still waiting when a newer one took its place and its version."""
 
-    def __init__(self, version: int, step: int, future: Future[Manifest]) -> None:
+
+class Publication:
+    """One version on its way to the store. version: what it will be, if nothing before it fails."""
+
+    def __init__(self, version: int, step: int) -> None:
         self.version = version
         self.step = step
-        self._future = future
+        self._future: Future[Manifest] = Future()
         self._answered = False
 
     def done(self) -> bool:
@@ -55,7 +71,9 @@ class Publication:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Manifest:
-        """The committed manifest. Raises what went wrong, `Superseded` included, or TimeoutError."""
+        """The committed manifest. Raises what went wrong, `Superseded` and `Overtaken` included, or
+        TimeoutError.
+        """
         concurrent.futures.wait([self._future], timeout)
         self._answered = self._future.done()
         return self._future.result(0)
@@ -69,14 +87,32 @@ class Publication:
         """Sizes of the committed version."""
         return self.result(timeout).stats
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, if it has ended so and `result` has not said it yet."""
+        return self._future.exception() if self._future.done() and not self._answered else None
+
+
+@dataclass(frozen=True)
+class _Job:
+    publication: Publication
+    bits: Bits
+    nonfinite: Bits
+    update_rms: float | None
+    attempt: str
+
 
 class Publisher:
     """Publishes the parameters of one run. `take_over` (or `join`) comes before the first `publish`.
 
     run: as `create_or_join` returned it. full_every, settings: how the chain is written.
     sources, plan: those of the run, checked if given.
+    retention: what the background thread leaves when it removes old versions; None: it removes nothing.
     devices: whose shards this process writes; its own by default. In a job of several processes all call the
     same methods in the same order.
+
+    last: the manifest committed last. counters: "published", "overtaken", "removed" versions,
+    "removal_failures"; of the last one "manifest_bytes" and "publish_milliseconds".
     """
 
     def __init__(
@@ -88,6 +124,7 @@ class Publisher:
         sources: Sequence[TensorSource] | None = None,
         plan: QuantizationPlan | None = None,
         settings: WriterSettings | None = None,
+        retention: Retention | None = None,
         devices: Sequence[Any] | None = None,
         compaction: Compaction = Compaction.AUTO,
     ) -> None:
@@ -99,7 +136,12 @@ class Publisher:
             self._derivation.stacks, devices=devices, compaction=compaction
         )
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self.last: Manifest | None = None
+        self.counters: Counter[str] = Counter()
+        self._retention = retention
+        self._lock = threading.Lock()  # of the two below
         self._flight: Publication | None = None
+        self._queued: _Job | None = None
         self._baseline: Bits | None = None
         self._attempts = 0
         self._failed: BaseException | None = None
@@ -132,32 +174,50 @@ class Publisher:
     ) -> Publication:
         """Publishes `params` (path -> stacked float32 or bfloat16 array) as the version after the head.
 
-        Returns when all reads of `params` are dispatched. Waits for the publication before, and raises its
-        error unless its `result` has done so already; before its manifest is written a failure leaves nothing
-        behind, so that the next call may publish again.
+        Returns when all reads of `params` are dispatched. While a publication is in flight the new one waits
+        its turn, in place of one that was waiting already, whose `result` then raises `Overtaken`. Several
+        processes must agree on what they publish, so there the call waits for the flight before.
+
+        Raises the error of an earlier publication unless its `result` has done so already; before its
+        manifest is written a failure leaves nothing behind, so that the next call may publish again.
         step: optimizer steps the parameters have seen. update_rms: of the master weights since the last
         publication, kept in the manifest.
         """
-        if self._flight is not None:
+        if self._flight is not None and (self._writer.settings.processes > 1 or self._flight.error):
             flight, self._flight = self._flight, None
             flight.settle()
         if self._failed is not None:
             raise RuntimeError("publisher: a publication failed; restart the trainer") from self._failed
-        head = self.head
+        _ = self.head
         bits, nonfinite = self._derivation(params)
         self._attempts += 1
         attempt = f"{step}-{self._attempts}"
-        future = self._executor.submit(self._publish, bits, nonfinite, step, update_rms, attempt)
-        self._flight = Publication(head.version + 1, step, future)
-        return self._flight
+        with self._lock:
+            flight = self._flight
+            waits = flight is not None and not flight.done()
+            publication = Publication(1 + (flight.version if waits else self.head.version), step)
+            overtaken = self._queued
+            rms = None if overtaken else update_rms  # it is of fewer steps than the change then
+            job = _Job(publication, bits, nonfinite, rms, attempt)
+            if waits:
+                self._queued = job
+            else:
+                self._flight = publication
+        if not waits:
+            self._executor.submit(self._fly, job)
+        elif overtaken is not None:
+            self.counters["overtaken"] += 1
+            overtaken.publication._future.set_exception(
+                Overtaken(f"step {overtaken.publication.step} gave way to step {step} before its turn came")
+            )
+        return publication
 
     def verify_head(self, params: Mapping[str, jax.Array]) -> bool:
         """Whether `params` quantise to exactly what the head decodes to: the redo reproduced it.
 
         Raises `NothingToCompare` if there is no head, or its chain was too broken to rebuild.
         """
-        if self._flight is not None:
-            self._flight.settle()
+        self._settle(None)
         bits, _ = self._derivation(params)
         baseline = self._aligned_baseline(bits)
         if baseline is None:
@@ -168,55 +228,97 @@ class Publisher:
         return device_bits.equal(bits, baseline)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the publication in flight, raising an error nobody has seen; then stops the thread."""
+        """Waits for what is in flight and what waits, raising an error nobody has seen; stops the thread."""
         try:
-            if self._flight is not None:
-                flight, self._flight = self._flight, None
-                flight.settle(timeout)
+            self._settle(timeout)
         finally:
             self._executor.shutdown(wait=False)
             self._writer.close()
 
-    def _publish(
-        self,
-        bits: Bits,
-        nonfinite: Bits,
-        step: int,
-        update_rms: float | None,
-        attempt: str,
-    ) -> Manifest:
-        started = time.monotonic()
+    def _settle(self, timeout: float | None) -> None:
+        with self._lock:
+            waiting = [self._flight, self._queued.publication if self._queued else None]
+        for publication in waiting:
+            if publication is not None:
+                publication.settle(timeout)
+
+    def _fly(self, job: _Job) -> None:
+        """One publication on the background thread, then the one that waits; a failure ends that one too."""
+        future = job.publication._future
+        error: BaseException | None = None
         try:
-            self._derivation.check_finite(nonfinite)
-            baseline = self._aligned_baseline(bits)
-            kind = self._writer.begin(attempt, can_delta=baseline is not None)
-            if kind is Kind.FULL or baseline is None:
-                patches = list(self._extractor.full(bits))
-            else:
-                patches = list(self._extractor.changes(bits, baseline))
-            part = self._writer.write(patches, kind, attempt)
-
-            def durable() -> None:
-                self._baseline = bits
-
-            manifest = self._writer.commit(
-                part, kind, patches=patches, step=step, update_rms=update_rms, durable=durable
-            )
-        except BaseException as error:
+            manifest = self._publish(job)
+        except BaseException as caught:
             # Alone, a failure before the manifest leaves nothing behind and the next step may try again;
             # among several processes some may have moved on.
+            error = caught
             if self._writer.settings.processes > 1 or isinstance(error, Superseded):
                 self._failed = error
-            raise
+        with self._lock:
+            following, self._queued = self._queued, None
+            if following is not None and error is None:
+                self._flight = following.publication
+            if error is None:
+                future.set_result(manifest)
+            else:
+                future.set_exception(error)
+        if error is None:
+            self._remove_old(manifest)
+            if following is not None:
+                self._executor.submit(self._fly, following)
+        elif following is not None:
+            following.publication._future.set_exception(error)
+
+    def _publish(self, job: _Job) -> Manifest:
+        started = time.monotonic()
+        self._derivation.check_finite(job.nonfinite)
+        baseline = self._aligned_baseline(job.bits)
+        begin = self._writer.begin(job.attempt, can_delta=baseline is not None)
+        full = list(self._extractor.full(job.bits)) if begin.kind is Kind.FULL else None
+        change = None
+        if baseline is not None and (full is None or begin.follows):
+            change = list(self._extractor.changes(job.bits, baseline))
+        part = self._writer.write(begin, full=full, change=change)
+
+        def durable() -> None:
+            self._baseline = job.bits
+
+        manifest = self._writer.commit(
+            part,
+            begin,
+            patches=full or [] if change is None else change,
+            step=job.publication.step,
+            update_rms=job.update_rms,
+            durable=durable,
+        )
+        seconds = time.monotonic() - started
+        self.last = manifest
+        self.counters["published"] += 1
+        self.counters["manifest_bytes"] = len(manifest.to_bytes())
+        self.counters["publish_milliseconds"] = round(1e3 * seconds)
         logger.info(
-            "version %d (%s) of step %d: %d bytes, %.2f s",
+            "version %d (%s) of step %d: %d bytes whole, %d of change, %.2f s",
             manifest.version,
-            kind.value,
-            step,
+            manifest.kind.value,
+            manifest.step,
+            manifest.stats.full_bytes,
             manifest.stats.delta_bytes,
-            time.monotonic() - started,
+            seconds,
         )
         return manifest
+
+    def _remove_old(self, manifest: Manifest) -> None:
+        """Removes versions no reader can need, now and then. A failure leaves them for the next time."""
+        retention, settings = self._retention, self._writer.settings
+        if retention is None or settings.process != 0 or manifest.version % retention.every:
+            return
+        try:
+            removed = garbage.collect(self._writer.store, retention=retention).removed
+        except (BrokenVersion, StoreError) as error:
+            self.counters["removal_failures"] += 1
+            logger.warning("old versions are kept: %s", error)
+        else:
+            self.counters["removed"] += len(removed)
 
     def _aligned_baseline(self, bits: Bits) -> Bits | None:
         """The baseline, sharded as `bits`: from the device, or from the rebuilt head."""

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import chain, run
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.manifest import (
     QUARANTINE_PREFIX,
     BrokenVersion,
-    Kind,
     Latest,
+    Manifest,
     ManifestRef,
 )
 from rollout_bridge.weights.mirror import Mirror
@@ -55,12 +55,13 @@ class Subscriber:
         self.mirror = mirror
         self.name = name
         self.fallbacks = 0  # times a full version was taken because the chain was broken
+        self.setbacks = 0  # times an engine was given an older version because the newest was out of reach
         self.broken: dict[ManifestRef, str] = {}
         self._attempts = attempts
         self._verify_bytes = verify_bytes
         self._turn: dict[str, int] = {}  # tensor -> number of the update its bytes were last digested in
         self._updates = 0
-        self._links: dict[ManifestRef, Link] = {}
+        self._manifests: dict[ManifestRef, Manifest] = {}
         self._run: RunInfo | None = None
 
     @property
@@ -80,8 +81,6 @@ class Subscriber:
 
     def current(self) -> Update | None:
         """The version the mirror holds, every tensor verified and listed as changed; None without one."""
-        if run.load(self.store) is not None:
-            _ = self.run
         if self.mirror.state is None:
             return None
         try:
@@ -91,6 +90,21 @@ class Subscriber:
             self.mirror.reset()
             return None
         return self._update(frozenset(self.mirror.view.specs), verified)
+
+    def renew(self, version: int | None = None) -> Update | None:
+        """`advance`, then everything the mirror holds: for an engine that holds nothing, or nothing to trust.
+
+        What stands in the way of moving on is logged, if there is a version of this run to serve meanwhile;
+        else raised. None if nothing is published.
+        """
+        try:
+            self.advance(version)
+        except (BrokenVersion, StoreError, RunError, OSError) as error:
+            if self.mirror.state is None or self._run is None:
+                raise  # nothing to serve, or maybe the version of another run
+            self.setbacks += 1
+            logger.warning("serving version %d, not the newest: %s", self.mirror.version, error)
+        return self.current()
 
     def advance(self, version: int | None = None) -> Update | None:
         """Moves the mirror to `version` (the head by default) or as near before it as is published and good.
@@ -147,8 +161,10 @@ class Subscriber:
             links = self._walk(first.manifest.parent, held)
 
     def _walk(self, head: ManifestRef, held: ManifestRef | None) -> list[Link]:
-        links = chain.walk(self.store, head, self.run, held=held, cache=self._links)
-        self._links = dict(list(self._links.items())[-_CACHED_MANIFESTS:])
+        links = chain.walk(
+            self.store, head, self.run, held=held, cache=self._manifests, avoid=self.broken.keys()
+        )
+        self._manifests = dict(list(self._manifests.items())[-_CACHED_MANIFESTS:])
         return links
 
     def _move(self, links: list[Link]) -> Update:
@@ -158,7 +174,7 @@ class Subscriber:
         started = time.monotonic()
         held = self.mirror.state
         try:
-            if first.manifest.kind is Kind.FULL:
+            if first.whole:
                 changed = frozenset(state.digests)
                 self.mirror.replace(self.run, state, lambda tensor: self._fill(links, blobs, tensor))
                 self.fallbacks += held is not None and any(r.version > held.ref.version for r in self.broken)

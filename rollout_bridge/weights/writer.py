@@ -33,6 +33,8 @@ from rollout_bridge.weights.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
 
+Patches = Sequence[tuple[str, Patch]]  # each with the stacked array it belongs to
+
 
 @dataclass(frozen=True, kw_only=True)
 class WriterSettings:
@@ -106,6 +108,7 @@ class ChainWriter:
         try:
             subscriber.advance(head.version)
             links = chain.walk(self.store, head.manifest, self.run, held=None, cache={})
+            full_bytes = links[0].manifest.stats.full_bytes
         except BrokenVersion as error:
             logger.error("the head cannot be rebuilt, so the next version is a full one: %s", error)
             return
@@ -114,10 +117,10 @@ class ChainWriter:
             return
         self.replayed = mirror.view
         self._digests = dict(mirror.view.state.digests)
-        self._full_bytes = links[0].manifest.stats.delta_bytes
-        self._chain_bytes = sum(link.manifest.stats.delta_bytes for link in links[1:])
+        self._full_bytes = full_bytes
+        self._chain_bytes = sum(link.nbytes for link in links[1:])
 
-    def rebase(self, bits: Sequence[tuple[str, Patch]]) -> None:
+    def rebase(self, bits: Patches) -> None:
         """The caller has read `replayed` into `bits`: counts its values, for the reference size of the next
         deltas, and removes the files.
         """
@@ -125,31 +128,43 @@ class ChainWriter:
         self._reference.add(bits)
         self.close()
 
-    def begin(self, attempt: str, *, can_delta: bool) -> Kind:
-        """Full or delta: decided by process 0, which first makes sure that it still owns the run."""
+    def begin(self, attempt: str, *, can_delta: bool) -> Begin:
+        """Full, delta, or both: decided by process 0, which first makes sure that it still owns the run.
+
+        can_delta: this process knows the bits of the head. Raises `StoreError` in one that does not while
+        process 0 does.
+        """
         head, settings = self.head, self.settings
         place = {"version": head.version + 1, "incarnation": head.incarnation}
         if settings.process > 0:
-            return commit.wait_begin(self.store, **place, attempt=attempt, timeout=settings.timeout)
+            begin = commit.wait_begin(self.store, **place, attempt=attempt, timeout=settings.timeout)
+            if not can_delta and (begin.follows or begin.kind is Kind.DELTA):
+                raise StoreError(
+                    f"store {self.store.url}: process 0 writes a change since version {head.version}, which "
+                    f"process {settings.process} could not rebuild (its log says why). Restart the trainer"
+                )
+            return begin
         commit.announce(self.store, head)  # also finishes a move whose answer was lost
-        kind = Kind.DELTA if can_delta and not self._wants_full() else Kind.FULL
+        full = not can_delta or self._wants_full()
+        begin = Begin(attempt=attempt, kind=Kind.FULL if full else Kind.DELTA, follows=full and can_delta)
         if settings.processes > 1:
-            commit.put_begin(self.store, **place, begin=Begin(attempt=attempt, kind=kind))
-        return kind
+            commit.put_begin(self.store, **place, begin=begin)
+        return begin
 
-    def write(self, patches: Sequence[tuple[str, Patch]], kind: Kind, attempt: str) -> Part:
-        """Encodes and writes the blobs of this process. patches: (stacked array it belongs to, patch)."""
+    def write(self, begin: Begin, *, full: Patches | None, change: Patches | None) -> Part:
+        """Encodes and writes the blobs of this process. full, change: what `begin` asks for of the two."""
         head, settings = self.head, self.settings
-        part = encoder.write(
-            self.store,
-            sorted((patch for _, patch in patches), key=lambda patch: self._order[patch.name]),
-            directory=version_directory(head.version + 1, head.incarnation),
-            process=settings.process,
-            attempt=attempt,
-            reference_bytes=self._reference.measure(patches) if kind is Kind.DELTA else 0.0,
-            preset=settings.preset,
-            threads=settings.encoders,
-            object_bytes=settings.object_bytes,
+        changed = self._encode(change, "change-") if change is not None and full is not None else None
+        written = self._encode(change if full is None else full, "")
+        of_change = written if full is None else changed
+        part = Part(
+            attempt=begin.attempt,
+            tensors=written.tensors,
+            change=None if changed is None else changed.tensors,
+            full_bytes=0 if full is None else written.nbytes,
+            delta_bytes=0 if of_change is None else of_change.nbytes,
+            reference_bytes=0.0 if change is None else self._reference.measure(change),
+            changed=(of_change or written).changed,
         )
         if settings.processes > 1:
             commit.put_part(
@@ -164,15 +179,18 @@ class ChainWriter:
     def commit(
         self,
         part: Part,
-        kind: Kind,
+        begin: Begin,
         *,
-        patches: Sequence[tuple[str, Patch]],
+        patches: Patches,
         step: int,
         update_rms: float | None,
         durable: Callable[[], None],
     ) -> Manifest:
-        """The manifest, then `durable()`, then the head. Processes other than 0 wait for both."""
-        head, settings = self.head, self.settings
+        """The manifest, then `durable()`, then the head. Processes other than 0 wait for both.
+
+        patches: the change if there is one, else all bits.
+        """
+        head, settings, kind = self.head, self.settings, begin.kind
         place = {"version": head.version + 1, "incarnation": head.incarnation}
         if settings.process > 0:
             latest = commit.wait_head(self.store, **place, timeout=settings.timeout)
@@ -224,6 +242,18 @@ class ChainWriter:
         self.replayed = None
         self._cleanup.close()
 
+    def _encode(self, patches: Patches | None, label: str) -> encoder.Written:
+        head, settings = self.head, self.settings
+        return encoder.write(
+            self.store,
+            sorted((patch for _, patch in patches or ()), key=lambda patch: self._order[patch.name]),
+            directory=version_directory(head.version + 1, head.incarnation),
+            label=f"{label}{settings.process:05d}",
+            preset=settings.preset,
+            threads=settings.encoders,
+            object_bytes=settings.object_bytes,
+        )
+
     def _wants_full(self) -> bool:
         head, settings = self.head, self.settings
         if head.full is None or head.version + 1 - head.full.version >= self._full_every:
@@ -234,13 +264,14 @@ class ChainWriter:
         broken = [int(key.removeprefix(QUARANTINE_PREFIX).split("-")[0]) for key in records]
         return any(head.full.version <= version <= head.version for version in broken)
 
-    def _moved(self, latest: Latest, manifest: Manifest, patches: Sequence[tuple[str, Patch]]) -> None:
+    def _moved(self, latest: Latest, manifest: Manifest, patches: Patches) -> None:
         """The manifest is durable: whatever happens now, the next version is a delta on it."""
         self._head = latest
         self._digests = chain.digests_of(manifest)
         if manifest.kind is Kind.FULL:
-            self._reference = Reference()
-            self._full_bytes, self._chain_bytes = manifest.stats.delta_bytes, 0
+            self._full_bytes, self._chain_bytes = manifest.stats.full_bytes, 0
         else:
             self._chain_bytes += manifest.stats.delta_bytes
+        if manifest.kind is Kind.FULL and not manifest.follows:
+            self._reference = Reference()
         self._reference.add(patches)

@@ -301,5 +301,5 @@ def test_acknowledgements_are_json_that_others_can_read(tmp_path):
     data = store.read(f"{ACKS_PREFIX}host-1.json")
     assert data is not None and json.loads(data).keys() == {
         "agent", "version", "incarnation", "time", "updates", "pause_ms", "verified_tensors", "fallbacks",
-        "errors",
+        "setbacks", "broken_versions", "errors", "last_error",
     }  # fmt: skip

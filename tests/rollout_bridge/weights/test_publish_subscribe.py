@@ -1,5 +1,8 @@
 """What is published is what the host quantiser says, at every version, however the reader follows."""
 
+import threading
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -9,10 +12,10 @@ from rollout_bridge.delta import conditional_entropy_bytes
 from rollout_bridge.names.base import paths
 from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import scale_name
-from rollout_bridge.store import StoreError
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import device_bits
 from rollout_bridge.weights.manifest import Kind
-from rollout_bridge.weights.publisher import Compaction
+from rollout_bridge.weights.publisher import Compaction, Overtaken
 from tests.rollout_bridge.weights import tiny
 
 CORRECTION = "moe/mlp/router/correction_bias"
@@ -43,6 +46,91 @@ def test_every_version_of_a_chain_arrives_bit_for_bit(tmp_path):
         elif number == 1:
             lagging.advance()
     assert kinds == [Kind.FULL] + 3 * [Kind.DELTA] + [Kind.FULL] + 2 * [Kind.DELTA]
+    trainer.close()
+
+
+def test_a_reader_takes_the_change_of_a_full_version_if_it_has_what_it_changes(tmp_path):
+    """Full versions every 3; what each reader fetches is told by the objects it asks for."""
+
+    class Watched(Store):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.read_keys = []
+
+        def read(self, key):
+            self.read_keys.append(key)
+            return super().read(key)
+
+        def blobs(self):
+            read, self.read_keys = self.read_keys, []
+            names = [key.removeprefix("weights/versions/").split("/") for key in read if ".blob" in key]
+            return sorted({(int(name[0]), "change" in name[-1]) for name in names})
+
+    tiny.open_store(tmp_path.name)
+    store = Watched.open(f"memory://{tmp_path.name}")
+    trainer = tiny.publisher(store, full_every=3)
+    trainer.take_over()
+    following, lagging = (tiny.subscriber(store, tmp_path / name) for name in ("following", "lagging"))
+    tree, seen = tiny.params(), []
+    for number in range(1, 6):
+        tree = tiny.step(tree, number, size=2e-5, paths_changed=0.5)
+        manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+        assert manifest.follows == (number == 4)
+        update = following.advance()
+        tiny.assert_holds(following, tree)
+        seen.append(store.blobs())
+        if number == 4:
+            assert 0 < len(update.changed) < len(manifest.tensors)
+            stats = manifest.stats
+            blobs = {key: store.read(key) for key in store.list(manifest.ref.directory) if "blob" in key}
+            assert stats.delta_bytes == sum(len(data) for key, data in blobs.items() if "change" in key)
+            assert stats.full_bytes == sum(len(data) for key, data in blobs.items() if "change" not in key)
+            assert stats.reference_bytes > 0 and stats.delta_bytes < 0.2 * stats.full_bytes
+            store.blobs()
+        if number == 2:
+            lagging.advance()
+            store.blobs()
+    assert seen == [[(1, False)], [(2, False)], [(3, False)], [(4, True)], [(5, False)]]
+    lagging.advance()  # from 2 to 5 by three changes, which are fewer bytes than version 4 whole
+    tiny.assert_holds(lagging, tree)
+    assert store.blobs() == [(3, False), (4, True), (5, False)]
+    new = tiny.subscriber(store, tmp_path / "new")
+    new.advance()
+    assert store.blobs() == [(4, False), (5, False)]
+    trainer.close()
+
+
+def test_a_newer_publication_takes_the_place_of_one_that_waits(tmp_path):
+    class Slow(Store):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.gate = threading.Event()
+
+        def create(self, key, data):
+            if key.endswith("manifest.json"):
+                assert self.gate.wait(60)
+            return super().create(key, data)
+
+    tiny.open_store(tmp_path.name)
+    store = Slow.open(f"memory://{tmp_path.name}")
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    trees = [tiny.params(seed) for seed in range(4)]
+    # None of these calls waits: the first is held up at its manifest.
+    flight, second, third, fourth = (
+        trainer.publish(tiny.on_device(tree), step=step, update_rms=1.0) for step, tree in enumerate(trees)
+    )
+    assert [flight.version, second.version, third.version, fourth.version] == [1, 2, 2, 2]
+    store.gate.set()
+    assert fourth.result(60).version == 2 and fourth.result().step == 3
+    assert flight.result().stats.update_rms == 1.0 and fourth.result().stats.update_rms is None
+    for overtaken, by in ((second, 2), (third, 3)):
+        with pytest.raises(Overtaken, match=f"step {overtaken.step} gave way to step {by}"):
+            overtaken.result()
+    assert trainer.counters["overtaken"] == 2 and trainer.counters["published"] == 2
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, trees[3])
     trainer.close()
 
 
@@ -185,7 +273,9 @@ def test_an_error_nobody_waited_for_is_raised_by_the_next_publish(tmp_path):
     trainer.take_over()
     tree = tiny.params()
     tree["final_norm"][0] = np.inf
-    trainer.publish(tiny.on_device(tree), step=1)
+    first = trainer.publish(tiny.on_device(tree), step=1)
+    while not first.done():
+        time.sleep(0.01)
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
         trainer.publish(tiny.on_device(tiny.params()), step=2)
     assert trainer.publish(tiny.on_device(tiny.params()), step=3).result(60).version == 1
@@ -214,7 +304,7 @@ def test_a_restart_on_another_mesh_goes_on_from_the_head(tmp_path):
     trees = [tiny.params()]
     for number in range(1, 4):
         trees.append(tiny.step(trees[-1], number))
-        trainer.publish(tiny.on_device(trees[number]), step=number)
+        trainer.publish(tiny.on_device(trees[number]), step=number).result(60)
     trainer.close()
     restarted = tiny.publisher(store)
     head = restarted.take_over()
@@ -281,7 +371,7 @@ def test_the_chain_is_cut_when_its_deltas_outgrow_a_full_version(tmp_path):
         tree = tiny.step(tree, number, size=1e-3)
         manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
         kinds.append(manifest.kind)
-        sizes.append(manifest.stats.delta_bytes)
+        sizes.append(manifest.stats.delta_bytes or manifest.stats.full_bytes)
     second = kinds.index(Kind.FULL, 1)
     assert sum(sizes[1:second]) > 0.5 * sizes[0] >= sum(sizes[1 : second - 1])
     trainer.close()
