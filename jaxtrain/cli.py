@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from jaxtrain.commands.export import export
+from jaxtrain.commands.import_ import import_
 from jaxtrain.commands.inspect import inspect
 from jaxtrain.commands.quickstart import quickstart
 from jaxtrain.commands.report import report
@@ -30,6 +32,8 @@ app.command()(train)
 app.command()(rollout)
 app.command()(serve)
 app.command()(report)
+app.command("import")(import_)
+app.command()(export)
 app.command()(inspect)
 
 

@@ -73,10 +73,14 @@ def check_destination(destination: Path, *, nbytes: int) -> None:
 
 
 @contextmanager
-def written_whole(destination: Path) -> Iterator[Path]:
-    """A new directory beside `destination`, renamed to it at the end, or removed when an exception passes."""
+def written_whole(destination: Path, *, partial: Path | None = None) -> Iterator[Path]:
+    """A new directory beside `destination`, renamed to it at the end, or removed when an exception passes.
+
+    partial: its name, if other processes have to know it.
+    """
     destination = destination.absolute()
-    partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
+    if partial is None:
+        partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
         yield partial

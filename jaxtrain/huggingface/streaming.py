@@ -31,19 +31,15 @@ def load_parameters(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     shardings: Mapping[str, NamedSharding],
 ) -> dict[str, jax.Array]:
-    """Every parameter of `shapes`, in its dtype and on its shards. All processes of the mesh call it.
+    """The parameters of `shapes`, each in its dtype and on its shards. All processes of the mesh call it.
 
     Raises `HuggingFaceError` if a weight is not finite, naming the parameters; `TruncatedError` if a file got
     shorter since it was checked.
     """
     groups = paths(checkpoint.sources)
-    if groups.keys() != shapes.keys():
+    if unknown := shapes.keys() - groups.keys():
         raise HuggingFaceError(
-            checkpoint.directory,
-            [
-                f"{path}: the model and its tensor names differ in it"
-                for path in groups.keys() ^ shapes.keys()
-            ],
+            checkpoint.directory, [f"{path}: the model has it, its tensor names do not" for path in unknown]
         )
     params = {path: _fill(checkpoint, groups[path], shapes[path], shardings[path]) for path in shapes}
     finite = jax.device_get(_all_finite(params))

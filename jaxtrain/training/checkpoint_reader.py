@@ -31,12 +31,10 @@ class CheckpointReader:
         self.step = steps[-1] if step is None else step
         self._where = self.directory / str(self.step)
         try:
-            with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-                item = reader.restore(self._where / JSON)
+            item = ocp.JsonCheckpointHandler().restore(self._where / JSON)
             self._digests: dict[str, int] = item["digests"]
             self.data: dict[str, Any] = item["data"]
-            with ocp.StandardCheckpointer() as reader:
-                stored = reader.metadata(self._where / ARRAYS).item_metadata.tree
+            stored = ocp.StandardCheckpointHandler().metadata(self._where / ARRAYS).tree
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
             raise self._unreadable(f"its metadata: {error}") from error
         self.shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in stored.items()}
@@ -59,15 +57,14 @@ class CheckpointReader:
                 "was saved with\n  " + "\n  ".join(problems[:10])
             )
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                found = reader.restore(
-                    self._where / ARRAYS,
-                    args=ocp.args.PyTreeRestore(
-                        item=dict(like),
-                        restore_args=ocp.checkpoint_utils.construct_restore_args(dict(like)),
-                        partial_restore=True,
-                    ),
-                )
+            found = ocp.PyTreeCheckpointHandler().restore(
+                self._where / ARRAYS,
+                args=ocp.args.PyTreeRestore(
+                    item=dict(like),
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(dict(like)),
+                    partial_restore=True,
+                ),
+            )
         except Exception as error:  # as above
             raise self._unreadable(str(error)) from error
         calculated = digests(found)

@@ -1,0 +1,91 @@
+"""`jaxtrain export`: a run's or an imported checkpoint becomes a Hugging Face directory."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
+from jaxtrain.commands.import_ import ALL_DEVICES, Destination
+
+
+class Format(StrEnum):
+    bf16 = "bf16"
+    f32 = "f32"
+    fp8 = "fp8"
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(help="runs/NAME, an imported model, or a Hugging Face directory.", file_okay=False),
+    ],
+    destination: Destination,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Which of a run's checkpoints. (default: the newest)", show_default=False),
+    ] = None,
+    format: Annotated[
+        Format, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
+    ] = Format.bf16,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB or 500MB.")] = "5GB",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks of the engine that will serve fp8: its slices are whole blocks.")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="That engine spreads experts whole over its ranks.")
+    ] = False,
+) -> None:
+    """Export a checkpoint as a Hugging Face directory that transformers and vLLM load.
+
+    Safetensors of limited size with an index, config.json, and the tokenizer's files. The directory appears
+    whole or not at all, and is never overwritten. A run may go on training meanwhile.
+    """
+    shard_bytes = shard_size(max_shard_size)
+    log_to_stderr()
+    from jaxtrain.huggingface.checkpoint import HuggingFaceError
+    from jaxtrain.huggingface.export import ExportFormat
+    from jaxtrain.huggingface.layout import DestinationError
+    from jaxtrain.huggingface.reading import TruncatedError
+    from jaxtrain.huggingface.saved import export_model
+    from jaxtrain.models.config import ModelConfigError
+    from jaxtrain.training.checkpoint import CheckpointError
+    from rollout_bridge.names import NamesError
+    from rollout_bridge.quantization.host import NonFiniteError
+    from rollout_bridge.quantization.plan import ServingLayout
+    from sharding import processes
+    from sharding.errors import ShardingError
+    from sharding.mesh import MeshSpec
+
+    with naming(
+        *(HuggingFaceError, DestinationError, TruncatedError, CheckpointError),
+        *(ModelConfigError, NamesError, NonFiniteError, ShardingError),
+    ):
+        processes.initialize()
+        export_model(
+            source,
+            destination,
+            MeshSpec(ici=ALL_DEVICES).build(),
+            step=step,
+            export_format=ExportFormat(format.value),
+            serving=ServingLayout(tensor_parallel, expert_parallel),
+            shard_bytes=shard_bytes,
+        )
+    print(f"{destination}: exported as {format.value}")
+
+
+def shard_size(text: str) -> int:
+    """Bytes of "5GB", "500 MB", "1GiB" or a plain number; ends the command for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        fail(f"--max-shard-size: {text!r} is not a size such as 5GB or 500MB", status=WRONG_CONFIG)
+    return size

@@ -1,0 +1,57 @@
+"""`jaxtrain import`: a Hugging Face directory becomes one that a run can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxtrain.commands.common import log_to_stderr, naming
+
+Source = Annotated[
+    Path,
+    typer.Argument(help="A Hugging Face directory: config.json, safetensors, tokenizer.", file_okay=False),
+]
+Destination = Annotated[Path, typer.Argument(help="A new directory; it must not be there yet.")]
+
+
+def import_(
+    source: Source,
+    destination: Destination,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check config.json, headers and file sizes.")
+    ] = False,
+) -> None:
+    """Import a Hugging Face checkpoint: BF16, F16, F32, or FP8 in blocks of 128x128.
+
+    The tensors stream onto all devices of this host (or, under a coordinator, of all hosts) and are saved as
+    a checkpoint, with config.json and the tokenizer beside it. Everything that does not fit the model is
+    named at once, before any memory is taken.
+
+    A recipe can also start from SOURCE itself: `model.checkpoint: SOURCE`.
+    """
+    log_to_stderr()
+    from jaxtrain.huggingface.checkpoint import HuggingFaceError, open_checkpoint
+
+    if check:
+        with naming(HuggingFaceError):
+            checkpoint = open_checkpoint(source)
+        size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        kind, count = checkpoint.hf_config["model_type"], len(checkpoint.tensors)
+        print(f"{source}: ok ({kind}, {count} tensors, {size:,} bytes)")
+        return
+    from jaxtrain.huggingface.layout import DestinationError
+    from jaxtrain.huggingface.reading import TruncatedError
+    from jaxtrain.huggingface.saved import import_model
+    from sharding import processes
+    from sharding.errors import ShardingError
+    from sharding.mesh import MeshSpec
+
+    with naming(HuggingFaceError, DestinationError, TruncatedError, ShardingError):
+        processes.initialize()
+        import_model(source, destination, MeshSpec(ici=ALL_DEVICES).build())
+    print(f"{destination}: imported; start from it with model.checkpoint={destination}")
+
+
+ALL_DEVICES = {"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}
