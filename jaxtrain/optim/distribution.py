@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from jaxtyping import Array, Float
 
 from jaxtrain.optim.newton_schulz import (
     Algorithm,
+    Normalization,
     Polynomial,
+    factor_operations,
     floating_point_operations,
     gram_product,
     orthogonalize,
@@ -91,6 +94,7 @@ def orthogonalize_blocks(
     polynomials: tuple[Polynomial, ...],
     *,
     algorithm: Algorithm,
+    normalization: Normalization,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "N a b"]:
     """Orthogonalises whole matrices, given and returned as this device's block of each.
@@ -99,10 +103,9 @@ def orthogonalize_blocks(
     with an output head; sharing needs the `gram` algorithm.
     """
     if algorithm is Algorithm.gram and _sharing_is_faster(x_Nab.shape, where, steps=len(polynomials)):
-        return _shared(x_Nab, where, polynomials, dtype=dtype)
-    return _owned(
-        x_Nab, where, lambda x_NAB: orthogonalize(x_NAB, polynomials, algorithm=algorithm, dtype=dtype)
-    )
+        return _shared(x_Nab, where, polynomials, normalization=normalization, dtype=dtype)
+    how: dict[str, Any] = {"algorithm": algorithm, "normalization": normalization, "dtype": dtype}
+    return _owned(x_Nab, where, lambda x_NAB: orthogonalize(x_NAB, polynomials, **how))
 
 
 def _sharing_is_faster(shape: tuple[int, ...], where: Placement, *, steps: int) -> bool:
@@ -110,8 +113,8 @@ def _sharing_is_faster(shape: tuple[int, ...], where: Placement, *, steps: int) 
     count, rows, columns = shape
     m, k = sorted((rows * where.size(where.row_axes), columns * where.size(where.column_axes)))
     whole = floating_point_operations(m, k, steps=steps, algorithm=Algorithm.gram)
-    outer = 4 * m * m * k
-    shared = count * (whole - outer + math.ceil(outer / where.blocks))
+    factor = factor_operations(m, steps=steps)
+    shared = count * (factor + math.ceil((whole - factor) / where.blocks))
     return shared < math.ceil(count / (where.blocks * where.replicas)) * whole
 
 
@@ -150,6 +153,7 @@ def _shared(
     where: Placement,
     polynomials: tuple[Polynomial, ...],
     *,
+    normalization: Normalization,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "N a b"]:
     """Gives each device a slice of the long side of every matrix; only Gram matrices are summed over devices.
@@ -163,14 +167,14 @@ def _shared(
     )
     if rows > columns:
         turned = dataclasses.replace(where, row_axes=where.column_axes, column_axes=where.row_axes)
-        return _shared(x_Nab.mT, turned, polynomials, dtype=dtype).mT
+        return _shared(x_Nab.mT, turned, polynomials, normalization=normalization, dtype=dtype).mT
     cuts, long = where.size(where.row_axes), x_Nab.shape[2]
     if cuts > 1:
         x_Nab = jnp.pad(x_Nab, ((0, 0), (0, 0), (0, -long % cuts)))
         x_Nab = jax.lax.all_to_all(x_Nab, where.row_axes, split_axis=2, concat_axis=1, tiled=True)
     gram_NMM = jax.lax.psum(gram_product(x_Nab), where.row_axes + where.column_axes)
     norm = jnp.maximum(jnp.sqrt(jnp.trace(gram_NMM, axis1=1, axis2=2))[:, None, None], 1e-7)
-    q_NMM = polynomial_factor(gram_NMM / norm**2, polynomials)
+    q_NMM = polynomial_factor(gram_NMM / norm**2, polynomials, normalization)
     y_NMk = scaled_by_factor(q_NMM / norm, x_Nab).astype(dtype)
     if cuts > 1:
         y_NMk = jax.lax.all_to_all(y_NMk, where.row_axes, split_axis=1, concat_axis=2, tiled=True)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxtrain.optim.distribution import Placement, orthogonalize_blocks, placement
-from jaxtrain.optim.newton_schulz import Algorithm, coefficients, orthogonalize
+from jaxtrain.optim.newton_schulz import Algorithm, Normalization, coefficients, orthogonalize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class MuonConfig:
       coefficients: a name in `newton_schulz.COEFFICIENTS`. GLM-4.5's are unpublished; "standard" is
         Moonlight's.
       algorithm: order of computation; "gram" takes less arithmetic (see `newton_schulz.Algorithm`).
+      normalization: what a matrix is divided by before it (see `newton_schulz.Normalization`).
       update_rms: root mean square of an update at learning rate 1, for a matrix of full rank; 0.2 in GLM-4.5.
       weight_decay: decoupled, multiplied by the learning rate; 0.1 in GLM-4.5.
       momentum_dtype: storage of the average.
@@ -46,6 +47,7 @@ class MuonConfig:
     newton_schulz_steps: int = 5
     coefficients: str = "standard"
     algorithm: Algorithm = Algorithm.direct
+    normalization: Normalization = Normalization.frobenius
     update_rms: float = 0.2
     weight_decay: float = 0.1
     momentum_dtype: str = "float32"
@@ -137,10 +139,11 @@ class _Group:
 
 def _check(config: MuonConfig) -> None:
     coefficients(config.coefficients, config.newton_schulz_steps)
-    if config.algorithm not in list(Algorithm):
-        raise ValueError(
-            f"muon.algorithm: found {config.algorithm!r}, expected one of {[*map(str, Algorithm)]}"
-        )
+    for name, names in (("algorithm", Algorithm), ("normalization", Normalization)):
+        if getattr(config, name) not in list(names):
+            raise ValueError(
+                f"muon.{name}: found {getattr(config, name)!r}, expected one of {[*map(str, names)]}"
+            )
     if not 0 <= config.momentum < 1:
         raise ValueError(f"muon.momentum: found {config.momentum}, expected at least 0 and below 1")
     for name in ("momentum_dtype", "iteration_dtype"):
@@ -153,7 +156,11 @@ def _check(config: MuonConfig) -> None:
 
 def _orthogonalize_group(group: _Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
     polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
-    how: dict[str, Any] = {"algorithm": Algorithm(config.algorithm), "dtype": config.iteration_dtype}
+    how: dict[str, Any] = {
+        "algorithm": Algorithm(config.algorithm),
+        "normalization": Normalization(config.normalization),
+        "dtype": config.iteration_dtype,
+    }
     widths = [layout.head_width for layout in group.layouts.values()]
 
     def local(*blocks: Array) -> tuple[Array, ...]:

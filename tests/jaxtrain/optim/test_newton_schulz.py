@@ -11,10 +11,10 @@ import pytest
 from jaxtrain.optim.newton_schulz import Algorithm, coefficients, floating_point_operations, orthogonalize
 
 
-def _oracle(matrices, polynomials):
-    """U p(...p(s / |s|)) V^T by singular value decomposition in float64."""
+def _oracle(matrices, polynomials, *, norm=2):
+    """U p(...p(s / |s|)) V^T by singular value decomposition in float64; |s| is the `norm`-norm."""
     u, s, vt = np.linalg.svd(np.asarray(matrices, np.float64), full_matrices=False)
-    s = s / np.linalg.norm(s, axis=-1, keepdims=True)
+    s = s / np.linalg.norm(s, ord=norm, axis=-1, keepdims=True)
     for a, b, c in polynomials:
         s = a * s + b * s**3 + c * s**5
     return np.einsum("nir,nr,nrj->nij", u, s, vt)
@@ -23,14 +23,50 @@ def _oracle(matrices, polynomials):
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize(
     ("count", "rows", "columns"),
-    [(3, 6, 9), (2, 9, 6), (1, 8, 8), (11, 66, 72)],
-    ids=["wide", "tall", "square", "unrolled in chunks with a rest"],
+    [(3, 6, 9), (2, 9, 6), (1, 8, 8), (11, 66, 72), (1, 513, 520)],
+    ids=["wide", "tall", "square", "unrolled in chunks with a rest", "symmetric products by halves"],
 )
 def test_applies_the_polynomials_to_the_singular_values(algorithm, count, rows, columns):
     matrices = jax.random.normal(jax.random.key(0), (count, rows, columns)) * 1e-3
     polynomials = coefficients("standard", 5)
     found = jax.jit(lambda x: orthogonalize(x, polynomials, algorithm=algorithm))(matrices)
     np.testing.assert_allclose(found, _oracle(matrices, polynomials), atol=2e-5)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_schatten8_divides_by_the_eighth_power_norm(algorithm):
+    matrices = jax.random.normal(jax.random.key(0), (3, 24, 40)) * 1e-3
+    polynomials = coefficients("four_steps", 4)
+    found = orthogonalize(matrices, polynomials, algorithm=algorithm, normalization="schatten8")
+    np.testing.assert_allclose(found, _oracle(matrices, polynomials, norm=8), atol=2e-5)
+
+
+# Spectra of 256 singular values: those of random matrices, power laws, geometric ones of a given condition
+# number, a few large ones over noise.
+SPECTRA = {
+    "random 256x512": np.linalg.svd(np.random.default_rng(0).normal(size=(256, 512)), compute_uv=False),
+    "random 256x256": np.linalg.svd(np.random.default_rng(1).normal(size=(256, 256)), compute_uv=False),
+    "power 1": 1 / np.arange(1, 257),
+    "power 1/2": np.arange(1, 257) ** -0.5,
+    "condition 1e2": np.geomspace(1, 1e-2, 256),
+    "condition 1e3": np.geomspace(1, 1e-3, 256),
+    "condition 1e4": np.geomspace(1, 1e-4, 256),
+    "eight above noise": np.concatenate([np.full(8, 10.0), np.linspace(0.2, 1, 248)]),
+    "one above the rest": np.concatenate([[1.0], np.full(255, 1e-2)]),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_four_steps_with_schatten8_are_as_orthogonal_as_five_standard_ones(spectrum):
+    """Orthogonality error: root mean square of (singular value - 1). Fewer steps, no larger error."""
+
+    def error(name, steps, norm):
+        s = SPECTRA[spectrum] / np.linalg.norm(SPECTRA[spectrum], ord=norm)
+        for a, b, c in coefficients(name, steps):
+            s = a * s + b * s**3 + c * s**5
+        return np.sqrt(np.mean((s - 1) ** 2))
+
+    assert error("four_steps", 4, 8) <= error("standard", 5, 2)
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -84,7 +120,7 @@ def test_bfloat16_iterates_in_bfloat16():
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
-@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (512, 256), (128, 128)])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (512, 256), (128, 128), (513, 640)])
 def test_counts_the_operations_of_the_products_that_are_traced(algorithm, rows, columns):
     polynomials = coefficients("standard", 5)
     jaxpr = jax.make_jaxpr(lambda x: orthogonalize(x, polynomials, algorithm=algorithm))(
@@ -115,7 +151,9 @@ def _dot_operations(jaxpr):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=r"found 'fast', expected one of \['polar_express', 'standard'\]"):
+    with pytest.raises(ValueError, match=r"found 'fast', expected one of \['four_steps', 'polar_express', 'standard'\]"):
         coefficients("fast", 5)
     with pytest.raises(ValueError, match="found 0, expected at least 1"):
         coefficients("standard", 0)
+    with pytest.raises(ValueError, match="found 3, expected at least 4, for which 'four_steps' is made"):
+        coefficients("four_steps", 3)
