@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from jaxtrain.config.base import (
     Fraction,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -17,38 +18,59 @@ from jaxtrain.config.base import (
     section,
     setting,
 )
-from jaxtrain.config.presets import MODEL_PRESETS
+from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
+from jaxtrain.models.architectures.base import REQUIRED, complete
+from jaxtrain.models.architectures.registry import ARCHITECTURES, write_config
+from jaxtrain.models.config import ExpertImplementation, ModelConfig, Remat
 
 
 class ModelSection(Section):
-    """A decoder of the GLM-4.5 family. Field names are those of its Hugging Face config.json.
+    """A decoder. Field names are those of a GLM-4.5 config.json; `architecture` says which of them it reads.
 
-    `preset` fills in an architecture by name; fields given beside it override it.
+    `preset` fills in a model by name; fields given beside it override it. A field that the architecture does
+    not read is null, and an error if given.
     """
 
-    preset: str | None = setting(None, "an architecture by name; without one every field below is explicit")
+    preset: str | None = setting(None, "a model by name; without one every field below is explicit")
+    architecture: str = setting(
+        "glm4_moe", "family by Hugging Face model_type: what the layers are, and the names of saved tensors"
+    )
     hidden_size: PositiveInt = required("width D of the residual stream")
     num_hidden_layers: PositiveInt = required("dense and MoE layers together, MTP layers excluded")
-    first_k_dense_replace: int = Field(ge=0, description="leading layers with a dense MLP")
     intermediate_size: PositiveInt = required("hidden width of the dense MLPs")
-    moe_intermediate_size: PositiveInt = required("hidden width of one expert, and of each shared expert")
     num_attention_heads: PositiveInt = required("query heads")
     num_key_value_heads: PositiveInt = required("key/value heads; divides the query heads")
     head_dim: PositiveInt = required("width of one head, independent of hidden_size")
-    n_routed_experts: PositiveInt = required("experts a router chooses among")
-    num_experts_per_tok: PositiveInt = required("experts chosen for each token")
-    n_shared_experts: int = Field(ge=0, description="experts that see every token")
-    routed_scaling_factor: PositiveFloat = setting(
-        1.0, "multiplies the routed experts' output; 1 leaves the mixture as the router weighs it"
+    # Of architectures with experts.
+    first_k_dense_replace: NonNegativeInt | None = setting(None, "leading layers with a dense MLP")
+    moe_intermediate_size: PositiveInt | None = setting(
+        None, "hidden width of one expert, and of each shared expert"
     )
-    norm_topk_prob: bool = setting(True, "the chosen gates sum to one, as in every GLM-4.5 model")
-    partial_rotary_factor: Fraction = setting(0.5, "half of each head is rotated, as in GLM-4.5")
-    rope_theta: PositiveFloat = setting(10_000.0, "the base GLM-4.5 pre-trains with at 4K tokens")
-    use_qk_norm: bool = setting(True, "RMSNorm on queries and keys bounds attention logits; GLM-4.5 has it")
-    attention_bias: bool = setting(True, "bias on q, k, v only, as in GLM-4.5")
-    rms_norm_eps: PositiveFloat = setting(1e-5, "GLM-4.5's value")
-    max_position_embeddings: PositiveInt = setting(
-        4096, "longest sequence; the pre-training length of GLM-4.5"
+    n_routed_experts: PositiveInt | None = setting(None, "experts a router chooses among")
+    num_experts_per_tok: PositiveInt | None = setting(None, "experts chosen for each token")
+    n_shared_experts: NonNegativeInt | None = setting(None, "experts that see every token")
+    routed_scaling_factor: PositiveFloat | None = setting(
+        None, "multiplies the routed experts' output; glm4_moe: 1, the mixture as the router weighs it"
+    )
+    norm_topk_prob: bool | None = setting(None, "the chosen gates sum to one, as in every published model")
+    num_nextn_predict_layers: NonNegativeInt | None = setting(
+        None, "layers that predict further tokens (MTP) beyond num_hidden_layers; glm4_moe: none"
+    )
+    # Of all, with the architecture's usual value.
+    rope_theta: PositiveFloat = required("base of the rotary embedding; by architecture")
+    rms_norm_eps: PositiveFloat = required("added to the mean square of a norm; by architecture")
+    max_position_embeddings: PositiveInt = required("longest sequence; 4096 is GLM-4.5's in pre-training")
+    initializer_range: PositiveFloat = required("standard deviation of new matrices; 0.02 as published")
+    # Of some.
+    partial_rotary_factor: Fraction | None = setting(
+        None, "share of each head that is rotated; glm4_moe: half, elsewhere all"
+    )
+    use_qk_norm: bool | None = setting(
+        None, "RMSNorm on queries and keys bounds attention logits; glm4_moe: as GLM-4.5 has it"
+    )
+    attention_bias: bool | None = setting(None, "bias on q, k, v only; glm4_moe: as GLM-4.5 has it")
+    tie_word_embeddings: bool | None = setting(
+        None, "the head is the embedding; qwen3 and llama: yes, as their small models do"
     )
     compute_dtype: Literal["float32", "bfloat16"] = setting(
         "bfloat16", "activations and matmuls; float32 is faster on CPUs without BF16 units"
@@ -62,82 +84,97 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_preset(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("preset") is None:
+    def _fill(cls, values: Any) -> Any:
+        """Preset, then what the architecture has when nothing is said."""
+        if not isinstance(values, dict):
             return values
-        preset = MODEL_PRESETS.get(values["preset"]) if isinstance(values["preset"], str) else None
-        if preset is None:
-            raise rejection("preset", f"{values['preset']!r} is not one of {', '.join(MODEL_PRESETS)}")
-        return preset | values
+        if values.get("preset") is not None:
+            values = _preset(values["preset"]) | values
+        name = values.get("architecture", "glm4_moe")
+        if name not in ARCHITECTURES:
+            raise rejection("architecture", f"{name!r} is not one of {', '.join(ARCHITECTURES)}")
+        usual = {item.name: item.new for item in ARCHITECTURES[name].fields if item.new is not REQUIRED}
+        missing = {key: value for key, value in usual.items() if values.get(key) is None}
+        return values | missing
+
+    @model_validator(mode="after")
+    def _reads(self) -> Self:
+        """Every field of the architecture is there, and none of another's."""
+        architecture = ARCHITECTURES[self.architecture]
+        own = {item.name for item in architecture.fields}
+        decoder = {item.name for other in ARCHITECTURES.values() for item in other.fields}
+        given = {name for name in decoder & set(type(self).model_fields) if getattr(self, name) is not None}
+        stray = sorted(given - own)
+        if stray:
+            raise rejection(
+                stray[0],
+                f"architecture {self.architecture!r} does not read it; leave out {', '.join(stray)}",
+            )
+        missing = sorted((own - {"vocab_size"}) - given)
+        if missing:
+            raise rejection(
+                missing[0], f"missing; architecture {self.architecture!r} needs {', '.join(missing)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.first_k_dense_replace > self.num_hidden_layers:
+        dense, experts, chosen = self.first_k_dense_replace, self.n_routed_experts, self.num_experts_per_tok
+        if dense is not None and dense > self.num_hidden_layers:
             raise rejection(
                 "first_k_dense_replace",
-                f"{self.first_k_dense_replace} is more than num_hidden_layers {self.num_hidden_layers}",
+                f"{dense} is more than num_hidden_layers {self.num_hidden_layers}",
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise rejection(
                 "num_key_value_heads",
                 f"{self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}",
             )
-        if self.num_experts_per_tok > self.n_routed_experts:
-            raise rejection(
-                "num_experts_per_tok",
-                f"{self.num_experts_per_tok} is more than n_routed_experts {self.n_routed_experts}",
-            )
-        rotated = self.head_dim * self.partial_rotary_factor
+        if experts is not None and chosen is not None and chosen > experts:
+            raise rejection("num_experts_per_tok", f"{chosen} is more than n_routed_experts {experts}")
+        factor = 1.0 if self.partial_rotary_factor is None else self.partial_rotary_factor
+        rotated = self.head_dim * factor
         if rotated != int(rotated) or int(rotated) % 2:
             raise rejection(
-                "partial_rotary_factor",
-                f"{self.partial_rotary_factor} of head_dim {self.head_dim} rotates {rotated:g} components; "
+                "head_dim" if self.partial_rotary_factor is None else "partial_rotary_factor",
+                f"{factor} of head_dim {self.head_dim} rotates {rotated:g} components; "
                 "an even number is needed",
             )
+        problems = self.decoder(vocab_size=1).problems()
+        if problems:
+            field, _, problem = problems[0].partition(": ")
+            raise rejection(field, problem)
         return self
+
+    def decoder(self, *, vocab_size: int) -> ModelConfig:
+        """The decoder for a vocabulary, in the numerics of this section."""
+        architecture = ARCHITECTURES[self.architecture]
+        values = {item.name: getattr(self, item.name, vocab_size) for item in architecture.fields}
+        return complete(
+            architecture,
+            values,
+            {},
+            compute_dtype=self.compute_dtype,
+            expert_implementation=ExpertImplementation(self.expert_implementation),
+            remat=Remat(self.remat),
+        )
 
     def hf_config(
         self, *, vocab_size: int, eos_token_id: int | Sequence[int], pad_token_id: int | None
     ) -> dict[str, Any]:
-        """config.json of a `Glm4MoeForCausalLM` with this architecture, as transformers and vLLM load it."""
-        return {
-            "architectures": ["Glm4MoeForCausalLM"],
-            "model_type": "glm4_moe",
-            "vocab_size": vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "first_k_dense_replace": self.first_k_dense_replace,
-            "intermediate_size": self.intermediate_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "n_routed_experts": self.n_routed_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "n_shared_experts": self.n_shared_experts,
-            "routed_scaling_factor": self.routed_scaling_factor,
-            "norm_topk_prob": self.norm_topk_prob,
-            "n_group": 1,
-            "topk_group": 1,
-            "partial_rotary_factor": self.partial_rotary_factor,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                "partial_rotary_factor": self.partial_rotary_factor,
-            },
-            "use_qk_norm": self.use_qk_norm,
-            "attention_bias": self.attention_bias,
-            "attention_dropout": 0.0,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "num_nextn_predict_layers": 0,
-            "tie_word_embeddings": False,
+        """config.json of this model, as transformers and vLLM load it."""
+        return write_config(self.decoder(vocab_size=vocab_size)) | {
             "eos_token_id": eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id),
             "pad_token_id": pad_token_id,
-            "dtype": "bfloat16",
         }
+
+
+def _preset(name: Any) -> dict[str, Any]:
+    name = PRESET_ALIASES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in MODEL_PRESETS:
+        known = [*MODEL_PRESETS, *PRESET_ALIASES]
+        raise rejection("preset", f"{name!r} is not one of {', '.join(known)}")
+    return MODEL_PRESETS[name]
 
 
 class MeshAxes(Section):

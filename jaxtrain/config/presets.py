@@ -1,4 +1,7 @@
-"""Named architectures: the values of `ModelSection` that a `model.preset` fills in. YAML may override any."""
+"""Named models: the values of `ModelSection` that a `model.preset` fills in. YAML may override any.
+
+They live here and not in YAML so that an installed package has them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     # GLM-4.5 technical report (arXiv 2508.06471), table 1, and the published config.json.
-    "glm-4.5": {
+    "glm4_5_355b": {
         "hidden_size": 5120,
         "num_hidden_layers": 92,
         "first_k_dense_replace": 3,
@@ -49,8 +52,9 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
+        "num_nextn_predict_layers": 1,
     },
-    "glm-4.5-air": {
+    "glm4_5_air": {
         "hidden_size": 4096,
         "num_hidden_layers": 46,
         "first_k_dense_replace": 1,
@@ -70,5 +74,81 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
+        "num_nextn_predict_layers": 1,
     },
+    # Qwen3 technical report (arXiv 2505.09388), table 2, and the published config.json.
+    "qwen3_30b_a3b": {
+        "architecture": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    },
+    # SmolLM2 (arXiv 2502.02737) and the published config.json.
+    "smollm2_135m": {
+        "architecture": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rope_theta": 100_000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.041666666666666664,
+        "tie_word_embeddings": True,
+    },
+    # As small as tests like them, one an architecture beside nano.
+    "tiny_qwen3_moe": {
+        "architecture": "qwen3_moe",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+    },
+    "tiny_qwen3": {
+        "architecture": "qwen3",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    },
+    "tiny_llama": {
+        "architecture": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    },
+}
+
+# The models' own spellings.
+PRESET_ALIASES = {
+    "glm-4.5": "glm4_5_355b",
+    "glm-4.5-air": "glm4_5_air",
+    "qwen3-30b-a3b": "qwen3_30b_a3b",
+    "smollm2-135m": "smollm2_135m",
 }

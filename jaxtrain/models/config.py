@@ -146,8 +146,8 @@ class ModelConfig:
         )
         check(
             self.num_nextn_predict_layers == 0 or self.num_moe_layers > 0,
-            f"num_nextn_predict_layers: {self.num_nextn_predict_layers}, but the decoder has no layer of experts, "
-            "whose form they have",
+            f"num_nextn_predict_layers: {self.num_nextn_predict_layers}, but no layer of the decoder has "
+            "experts, whose form they have",
         )
         return found
 

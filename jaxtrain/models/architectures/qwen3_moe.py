@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtrain.models.architectures.base import COMMON, Architecture, Field, Json
-from jaxtrain.models.config import Scoring
+from jaxtrain.models.config import ModelConfig, Scoring
 
 
-def _dense_layers(hf_config: Json) -> list[int] | None:
-    """Layers without experts by transformers' rule, None where a field that decides is missing."""
+def _dense_layers(hf_config: Json) -> list[int]:
+    """Layers without experts by transformers' rule."""
+    layers, only = hf_config.get("num_hidden_layers") or 0, hf_config.get("mlp_only_layers") or []
+    step = _sparse_step(hf_config)
+    return [layer for layer in range(layers) if layer in only or step < 1 or (layer + 1) % step]
+
+
+def _sparse_step(hf_config: Json) -> int:
     step = hf_config.get("decoder_sparse_step")
-    step = 1 if step is None else step
-    layers, only = hf_config.get("num_hidden_layers"), hf_config.get("mlp_only_layers") or []
-    if layers is None or step < 1:
-        return None
-    return [layer for layer in range(layers) if layer in only or (layer + 1) % step]
-
-
-def _leading(values: Json, source: Json) -> int:
-    """Experiments say `first_k_dense_replace`; a config.json lists the layers."""
-    return values.get("first_k_dense_replace", len(_dense_layers(source) or []))
+    return 1 if step is None else step
 
 
 def _refusals(hf_config: Json) -> list[str]:
     dense = _dense_layers(hf_config)
-    if dense is None or dense != list(range(len(dense))):
-        return [
-            f"decoder_sparse_step {hf_config.get('decoder_sparse_step')!r} with mlp_only_layers "
-            f"{hf_config.get('mlp_only_layers')!r} is not supported: layers without experts must come first"
-        ]
-    return []
+    if dense == list(range(len(dense))) and _sparse_step(hf_config) > 0:
+        return []
+    return [
+        f"decoder_sparse_step: {_sparse_step(hf_config)} with mlp_only_layers "
+        f"{hf_config.get('mlp_only_layers') or []} is not supported: layers without experts must come first"
+    ]
 
 
-def _as_list(config: Any) -> list[int]:
+def _as_list(config: ModelConfig) -> list[int]:
     return list(range(config.first_k_dense_replace))
 
 
@@ -54,7 +49,7 @@ ARCHITECTURE = Architecture(
         Field(name="tie_word_embeddings", absent=False, new=False),
     ),
     implied={
-        "first_k_dense_replace": _leading,
+        "first_k_dense_replace": lambda _, source: len(_dense_layers(source)),
         "n_shared_experts": 0,
         "routed_scaling_factor": 1.0,
         "router_scoring": Scoring.SOFTMAX,
@@ -64,7 +59,11 @@ ARCHITECTURE = Architecture(
         "attention_bias": False,
     },
     expected={"attention_bias": False, "use_sliding_window": False, "n_shared_experts": 0},
-    written={"decoder_sparse_step": 1, "mlp_only_layers": _as_list, "use_sliding_window": False,
-             "attention_bias": False},
+    written={
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": _as_list,
+        "use_sliding_window": False,
+        "attention_bias": False,
+    },
     refusals=_refusals,
 )

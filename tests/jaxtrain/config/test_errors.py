@@ -62,7 +62,25 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
         ("max_lag=2", "max_lag: unknown key here; it is trajectories.max_lag"),
         ("sft.steps=2", "sft: unknown key; only recipe sft reads it"),
         ("recipe=ppo", "recipe: 'ppo' is not a recipe; one of async_grpo, sft"),
-        ("model.preset=glm", "model.preset: 'glm' is not one of nano, glm-4.5, glm-4.5-air"),
+        (
+            "model.preset=glm",
+            "model.preset: 'glm' is not one of nano, glm4_5_355b, glm4_5_air, qwen3_30b_a3b, smollm2_135m, "
+            "tiny_qwen3_moe, tiny_qwen3, tiny_llama, glm-4.5, glm-4.5-air, qwen3-30b-a3b, smollm2-135m",
+        ),
+        (
+            "model.architecture=gpt2",
+            "model.architecture: 'gpt2' is not one of glm4_moe, qwen3_moe, qwen3, llama",
+        ),
+        (
+            "model={preset: smollm2_135m, n_shared_experts: 1, n_routed_experts: 8}",
+            "model.n_routed_experts: architecture 'llama' does not read it; leave out n_routed_experts, "
+            "n_shared_experts",
+        ),
+        (
+            "model={preset: tiny_qwen3_moe, n_routed_experts: null, num_experts_per_tok: null}",
+            "model.n_routed_experts: missing; architecture 'qwen3_moe' needs n_routed_experts, "
+            "num_experts_per_tok",
+        ),
         (
             "environment.options.length={a: 1}",
             "environment.options.length: {'a': 1} is not a number, text, true, false, or a list of those",

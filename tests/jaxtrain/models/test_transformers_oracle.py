@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.models.config import ModelConfig
@@ -84,3 +85,13 @@ def test_gradients_equal_torch(pair):
         largest = np.abs(expected[path]).max()
         assert largest > 0, path
         assert np.abs(gradient - expected[path]).max() <= 1e-3 * largest, path
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_what_transformers_saves_is_read_alike(name: str):
+    """Oracle: the config.json that transformers 5 writes, which moves and renames fields."""
+    saved = AutoConfig.for_model(**HF_CONFIGS[name]).to_dict()
+    if saved.get("num_nextn_predict_layers", saved.get("num_mtp_layers")) and name.startswith("glm4_moe"):
+        # transformers' default is one such layer, whose tensors it neither makes nor saves.
+        saved = {k: v for k, v in saved.items() if k not in ("num_nextn_predict_layers", "num_mtp_layers")}
+    assert ModelConfig.from_hf(saved) == ModelConfig.from_hf(HF_CONFIGS[name])
