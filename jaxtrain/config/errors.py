@@ -131,6 +131,10 @@ def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
     current: type[Section] | None = model
     for part in loc:
         if current is None:
+            current = element_of(field) if field is not None and isinstance(part, int) else None
+            if current is not None:
+                path.append(part)
+                continue
             # Inside a plain dict or list: one key or index, then only union tags.
             if field is not None and typing.get_origin(field.annotation) in (dict, list):
                 path.append(part)
@@ -146,7 +150,9 @@ def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
 def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Section]]) -> str:
     parent: type[Section] = model
     for part in path[:-1]:
-        parent = section_of(parent.model_fields[str(part)]) or parent
+        if isinstance(part, str):
+            field = parent.model_fields[part]
+            parent = section_of(field) or element_of(field) or parent
     key, allowed = str(path[-1]), list(parent.model_fields)
     readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
     if readers:
@@ -164,6 +170,14 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     """The section a field holds, None if it holds a value."""
     annotation = field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def element_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a list holds, None if the field holds something else."""
+    if typing.get_origin(field.annotation) is not list:
+        return None
+    (element,) = typing.get_args(field.annotation)
+    return element if isinstance(element, type) and issubclass(element, Section) else None
 
 
 def walk_fields(

@@ -18,12 +18,13 @@ from jaxtrain.config.base import (
     section,
     setting,
 )
+from jaxtrain.config.tokens import BatchSteps, PositiveTokens, Rate, Tokens, parse_batch, parse_steps
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Schedule(Section):
-    """A learning rate as a function of tokens seen in its phase.
+    """A learning rate as a function of tokens seen in its phase. Tokens may be written 16M, 500B, 15T.
 
     Linear from 0 to `peak` over `warmup_tokens`; then constant, or down to `final` at `total_tokens` along a
     cosine, a line, or (wsd) flat until the last `decay_tokens`.
@@ -34,9 +35,9 @@ class Schedule(Section):
     )
     peak: PositiveFloat = required("largest learning rate")
     final: NonNegativeFloat = setting(0.0, "learning rate at total_tokens; unused by constant")
-    warmup_tokens: NonNegativeInt = setting(0, "linear warm-up from 0")
-    total_tokens: PositiveInt | None = setting(None, "where `final` is reached; required unless constant")
-    decay_tokens: PositiveInt | None = setting(
+    warmup_tokens: Tokens = setting(0, "linear warm-up from 0")
+    total_tokens: PositiveTokens | None = setting(None, "where `final` is reached; required unless constant")
+    decay_tokens: PositiveTokens | None = setting(
         None, "length of the final decay; required by wsd, unused elsewhere"
     )
 
@@ -61,20 +62,53 @@ class Schedule(Section):
 
 
 class Ramp(Section):
-    """Batch size in tokens: linear in tokens seen from `start_tokens` to `end_tokens`, then constant.
+    """Batch size in tokens, a function of tokens seen in its phase: a line or steps.
 
-    Rounded to whole microbatches, at least one: only their number changes, never a shape.
+    The line goes from `start_tokens` to `end_tokens` over `ramp_tokens`, then stays. Either is rounded to
+    whole microbatches, at least one: only their number changes, never a shape.
     """
 
-    start_tokens: PositiveInt = required("tokens in the first batch")
-    end_tokens: PositiveInt = required("tokens in a batch once ramped")
-    ramp_tokens: NonNegativeInt = setting(0, "tokens seen while ramping; 0 starts at end_tokens")
+    start_tokens: PositiveTokens | None = setting(None, "tokens in the first batch; required without `steps`")
+    end_tokens: PositiveTokens | None = setting(
+        None, "tokens in a batch once ramped; required without `steps`"
+    )
+    ramp_tokens: Tokens = setting(0, "tokens seen while ramping; 0 starts at end_tokens")
+    steps: BatchSteps | None = setting(
+        None, "batch sizes from numbers of tokens on, instead of a line: '0: 16M, 250B: 32M'"
+    )
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
-        if self.start_tokens > self.end_tokens:
+        if self.steps is not None:
+            for name in ("start_tokens", "end_tokens"):
+                if getattr(self, name) is not None:
+                    raise rejection(name, f"{getattr(self, name)} is not read beside steps; leave one out")
+            if self.ramp_tokens:
+                raise rejection(
+                    "ramp_tokens", f"{self.ramp_tokens} is not read beside steps; leave one out"
+                )
+            return self
+        for name, meaning in (("start_tokens", "first batch"), ("end_tokens", "last batch")):
+            if getattr(self, name) is None:
+                raise rejection(name, f"missing; the tokens of the {meaning}, or give steps")
+        if self.first_tokens > self.last_tokens:
             raise rejection("start_tokens", f"{self.start_tokens} is more than end_tokens {self.end_tokens}")
         return self
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of the first batch of a line, or of the first step."""
+        return self.sizes[0][1] if self.steps is not None else self.start_tokens or 0
+
+    @property
+    def last_tokens(self) -> int:
+        """Tokens of a batch at the end."""
+        return self.sizes[-1][1] if self.steps is not None else self.end_tokens or 0
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(start in tokens, batch in tokens) of each step; empty for a line."""
+        return () if self.steps is None else parse_steps(self.steps, parse_batch)
 
 
 class BatchSection(Section):
@@ -108,6 +142,9 @@ class OptimizerSection(Section):
     adamw: AdamWSection = section(AdamWSection, "the excepted parameters")
     clip_norm: PositiveFloat = setting(1.0, "global gradient norm before the optimizer; the usual value")
     lm_head_uses_muon: bool = setting(True, "GLM-4.5 excepts only word embedding, biases and norms")
+    overrides: dict[str, Literal["muon", "adamw", "frozen"]] = setting(
+        {}, "parameter paths as patterns, such as '*/router/kernel': adamw; the first that matches decides"
+    )
 
 
 class Phase(Section):
@@ -118,12 +155,31 @@ class Phase(Section):
     )
     learning_rate: Schedule = required("of Muon and AdamW alike")
     batch: Ramp = required("batch size warm-up")
-    router_bias_rate: NonNegativeFloat = setting(
-        0.001, "step of the selection bias towards balance, without a loss: GLM-4.5's value"
+    router_bias_rate: Rate = setting(
+        0.001,
+        "step of the selection bias towards balance, without a loss; GLM-4.5 has '0: 0.001, 15T: 0'",
     )
-    aux_loss_weight: NonNegativeFloat = setting(
+    aux_loss_weight: Rate = setting(
         1e-4, "sequence-level balance loss: GLM-4.5's value, only against extreme imbalance within a sequence"
     )
+    mtp_weight: Rate = setting(
+        0.3, "loss of multi-token prediction, of models that have it; GLM-4.5 has '0: 0.3, 15T: 0.1'"
+    )
+    measure_noise: bool = setting(
+        False,
+        "estimate the gradient noise scale of each step, which says what batch size pays (`jaxtrain report "
+        "--noise-scale`); costs a pass over the gradients a microbatch, and needs two of them",
+        resumable=True,
+    )
+
+
+class Stage(Section):
+    """Shape of a microbatch and RoPE base from a number of tokens on. Each stage compiles its programs."""
+
+    tokens: Tokens = required("tokens seen in the phase when the stage begins; 0 for the first")
+    rows: PositiveInt = required("sequences in one microbatch, over all data shards")
+    sequence_length: PositiveInt = required("tokens in one row")
+    rope_theta: PositiveFloat | None = setting(None, "base of the rotary embedding; None is the model's")
 
 
 class SupervisedPhase(Phase):
@@ -162,6 +218,19 @@ class EvaluationSection(Section):
     timeout_s: PositiveFloat = setting(
         900.0, "how long the trainer waits for the fleet's answers at the end", resumable=True
     )
+    stages: list[Stage] = setting(
+        [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"
+    )
+
+    @model_validator(mode="after")
+    def _stages_ascend(self) -> Self:
+        starts = [stage.tokens for stage in self.stages]
+        if starts and starts[0] != 0:
+            raise rejection("stages", f"the first begins at {starts[0]} tokens, not at 0")
+        for before, after in zip(starts, starts[1:], strict=False):
+            if after <= before:
+                raise rejection("stages", f"one begins at {after} tokens after one at {before}; they ascend")
+        return self
 
 
 class FailureSection(Section):

@@ -102,6 +102,7 @@ class AsyncGrpoConfig(ExperimentConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        check_stages("warm_start", self.warm_start, self.model)
         if self.evaluation.prompts > self.environment.held_out_prompts:
             raise rejection(
                 "evaluation.prompts",
@@ -120,6 +121,11 @@ class AsyncGrpoConfig(ExperimentConfig):
                 f"{self.rollouts.max_tokens} leaves no room for a prompt in batch.sequence_length "
                 f"{self.batch.sequence_length}",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        check_stages("sft", self.sft, self.model)
         return self
 
 

@@ -49,3 +49,35 @@ class BatchRamp:
         tokens_times_whole = self.start_tokens * whole + (self.end_tokens - self.start_tokens) * part
         unit = self.microbatch_tokens * whole
         return max(1, (2 * tokens_times_whole + unit) // (2 * unit))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SteppedBatch:
+    """Batch sizes that hold from numbers of tokens on: ((0, 16M), (250B, 32M)).
+
+    Attributes:
+      steps: (start in tokens seen, tokens of a batch), ascending, the first from 0.
+      microbatch_tokens: as `BatchRamp`'s, and batches are rounded alike.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    microbatch_tokens: int
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.steps]
+        if not starts or starts[0] != 0 or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+            raise ValueError(f"batch steps: found starts {starts}, expected 0 and then ascending ones")
+        for start, tokens in self.steps:
+            if tokens < 1:
+                raise ValueError(f"batch steps: found {tokens} tokens a batch at {start}, expected 1 or more")
+        if self.microbatch_tokens < 1:
+            raise ValueError(
+                f"batch steps: found microbatch_tokens {self.microbatch_tokens}, expected at least 1 token"
+            )
+
+    def microbatches(self, tokens_seen: int) -> int:
+        """Returns the number of microbatches, at least 1, of the step that follows `tokens_seen` tokens."""
+        if tokens_seen < 0:
+            raise ValueError(f"batch steps: found {tokens_seen} tokens seen, expected 0 or more")
+        tokens = next(tokens for start, tokens in reversed(self.steps) if tokens_seen >= start)
+        return max(1, (2 * tokens + self.microbatch_tokens) // (2 * self.microbatch_tokens))

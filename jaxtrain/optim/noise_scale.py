@@ -3,7 +3,8 @@
 McCandlish et al., arXiv 1812.06162, appendix A.1. With G the true gradient and S the trace of one token's
 covariance, the mean gradient of B tokens has E|g|^2 = |G|^2 + S / B. Two batch sizes give both unknowns: the
 microbatches of a step are the small batches, the whole step the big one, so no extra gradient is taken.
-S / |G|^2, in tokens, is the simple noise scale: below it a larger batch saves steps, far above it wastes tokens.
+S / |G|^2, in tokens, is the simple noise scale: below it a larger batch saves steps, far above it wastes
+tokens.
 """
 
 from __future__ import annotations

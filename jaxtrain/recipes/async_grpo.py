@@ -23,16 +23,10 @@ from jaxtrain.losses.objectives import POLICY_METRICS, policy
 from jaxtrain.recipes import supervised
 from jaxtrain.rl.control import Evaluations, announce
 from jaxtrain.rl.publication import Publications
-from jaxtrain.training.context import (
-    TOKENIZER_PROMPTS,
-    Context,
-    Progress,
-    batch_ramp,
-    learning_rate,
-    open_context,
-)
+from jaxtrain.training.context import TOKENIZER_PROMPTS, Context, Progress, open_context
+from jaxtrain.training.phase_trainer import open_trainer
+from jaxtrain.training.phases import batch_ramp, scheduled_values
 from jaxtrain.training.step import TrainState
-from jaxtrain.training.trainer import compile_programs, train_step
 from rollout_bridge.rollouts.episodes import prompt_ids
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
@@ -143,15 +137,14 @@ def reinforce(
     config = context.config
     assert isinstance(config, AsyncGrpoConfig)
     phase, rows, length = config.rl, config.batch.rows, config.batch.sequence_length
-    rate = learning_rate(phase.learning_rate)
+    values_at = scheduled_values(phase)
     ramp = batch_ramp(phase.batch, microbatch_tokens=rows * length)
-    programs = compile_programs(
+    trainer = open_trainer(
+        context,
+        phase,
         context.definition,
-        context.optimizer,
-        context.placement,
         loss_function=policy(eps_low=phase.eps_low, eps_high=phase.eps_high),
         metric_names=POLICY_METRICS,
-        step=context.step,
     )
     planner = open_planner(config, store, lambda: context.stop_if_asked(state, progress))
     plans = iter(
@@ -176,17 +169,8 @@ def reinforce(
         planned = next(plans)
         batch = pack(documents(planned), rows=rows, sequence_length=length)
         waited = time.perf_counter() - started
-        lr = rate(progress.rl_tokens)
-        state, report = train_step(
-            programs,
-            context.placement,
-            state,
-            batch,
-            learning_rate=lr,
-            router_bias_rate=phase.router_bias_rate,
-            balance_weight=phase.aux_loss_weight,
-        )
-        tokens = int(np.count_nonzero(batch.segment_ids))
+        state, report = trainer.step(state, batch, values_at(progress.rl_tokens))
+        tokens = int(report.values["tokens"])
         progress = replace(
             progress,
             step=progress.step + 1,
@@ -201,8 +185,6 @@ def reinforce(
                 **report.values,
                 **trajectory_metrics(planned),
                 **publications.metrics(),
-                "learning_rate": lr,
-                "tokens": tokens,
                 "tokens_seen": progress.tokens_seen,
                 "microbatches": int(batch.tokens.shape[0]),
                 "step_seconds": report.seconds,
@@ -232,7 +214,7 @@ def open_planner(config: AsyncGrpoConfig, store: Store, check: Callable[[], None
     planner = Planner(
         store,
         SelectionSettings(
-            target_tokens=config.rl.batch.start_tokens,
+            target_tokens=config.rl.batch.first_tokens,
             gate=Gate(max_lag=section.max_lag, min_fresh_fraction=section.min_fresh_fraction),
             min_valid_fraction=section.min_valid_fraction,
             length_bin_edges=length_bin_edges(config.batch.sequence_length, section.length_bins),

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from jaxtrain.config.optimization import SupervisedPhase
 from jaxtrain.data.worked_answers import WorkedAnswers
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.training.context import Context, Progress, batch_ramp, learning_rate
+from jaxtrain.training.context import Context, Progress
+from jaxtrain.training.phase_trainer import PhaseTrainer, open_trainer
+from jaxtrain.training.phases import Stage, batch_ramp, scheduled_values, stage_at, stages
 from jaxtrain.training.step import TrainState
-from jaxtrain.training.trainer import compile_programs, train_step
 from rollout_bridge.rollouts.environments import registry as environments
 
 
@@ -36,7 +35,6 @@ def train(
     if progress.supervised_steps >= phase.steps:
         return state, progress
     config = context.config
-    rows, length = config.batch.rows, config.batch.sequence_length
     environment = context.environment
     if phase.task_options is not None:
         arguments = config.environment.arguments(seed=config.seed, options=phase.task_options)
@@ -44,33 +42,28 @@ def train(
     data = WorkedAnswers(
         environment, context.tokenizer, seed=config.seed, held_out=context.environment.held_out
     )
-    rate = learning_rate(phase.learning_rate)
-    ramp = batch_ramp(phase.batch, microbatch_tokens=rows * length)
-    programs = compile_programs(
-        context.definition,
-        context.optimizer,
-        context.placement,
-        loss_function=next_token,
-        metric_names=NEXT_TOKEN_METRICS,
-        step=context.step,
-    )
+    values_at = scheduled_values(phase)
+    schedule = stages(phase, config.batch, context.definition)
+    stage = stage_at(schedule, progress.supervised_tokens)
+    trainer = _trainer(context, phase, stage)
     while progress.supervised_steps < phase.steps:
         started = time.perf_counter()
         if before_step is not None:
             before_step(progress)
+        if stage_at(schedule, progress.supervised_tokens) is not stage:
+            stage = stage_at(schedule, progress.supervised_tokens)
+            trainer = _trainer(context, phase, stage)
+        ramp = batch_ramp(phase.batch, microbatch_tokens=stage.microbatch_tokens)
         microbatches = ramp.microbatches(progress.supervised_tokens)
-        taken = data.batch(progress.position, microbatches=microbatches, rows=rows, sequence_length=length)
-        lr = rate(progress.supervised_tokens)
-        state, report = train_step(
-            programs,
-            context.placement,
-            state,
-            taken.batch,
-            learning_rate=lr,
-            router_bias_rate=phase.router_bias_rate,
-            balance_weight=phase.aux_loss_weight,
+        taken = data.batch(
+            progress.position,
+            microbatches=microbatches,
+            rows=stage.rows,
+            sequence_length=stage.sequence_length,
         )
-        tokens = int(np.count_nonzero(taken.batch.segment_ids))
+        values = values_at(progress.supervised_tokens)
+        state, report = trainer.step(state, taken.batch, values)
+        tokens = int(report.values["tokens"])
         progress = replace(
             progress,
             step=progress.step + 1,
@@ -83,10 +76,9 @@ def train(
             progress.step,
             {
                 **report.values,
-                "learning_rate": lr,
-                "tokens": tokens,
                 "tokens_seen": progress.tokens_seen,
                 "microbatches": microbatches,
+                "sequence_length": stage.sequence_length,
                 "step_seconds": report.seconds,
                 "wait_seconds": time.perf_counter() - started - report.seconds,
             },
@@ -95,3 +87,9 @@ def train(
         context.save(state, progress)
         context.stop_if_asked(state, progress)
     return state, progress
+
+
+def _trainer(context: Context, phase: SupervisedPhase, stage: Stage) -> PhaseTrainer:
+    return open_trainer(
+        context, phase, stage.definition, loss_function=next_token, metric_names=NEXT_TOKEN_METRICS
+    )

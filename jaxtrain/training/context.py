@@ -17,13 +17,11 @@ import optax
 from transformers import AutoTokenizer
 
 from jaxtrain.config.model import MeshSection
-from jaxtrain.config.optimization import OptimizerSection, Ramp, Schedule
+from jaxtrain.config.optimization import OptimizerSection
 from jaxtrain.config.schema import ExperimentConfig
 from jaxtrain.data import tokenizer as task_tokenizer
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
-from jaxtrain.optim import schedules
-from jaxtrain.optim.batch_ramp import BatchRamp
 from jaxtrain.optim.muon import MuonConfig
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build
 from jaxtrain.training.checkpoint import Checkpointer
@@ -202,25 +200,4 @@ def optimizer_config(section: OptimizerSection) -> OptimizerConfig:
         ),
         adamw=AdamWConfig(b1=adamw.b1, b2=adamw.b2, eps=adamw.eps, weight_decay=adamw.weight_decay),
         lm_head=Method.muon if section.lm_head_uses_muon else Method.adamw,
-    )
-
-
-def learning_rate(section: Schedule) -> Callable[[int], float]:
-    """The schedule of tokens seen in its phase."""
-    return schedules.named(
-        section.kind,
-        peak=section.peak,
-        final=section.final,
-        warmup_tokens=section.warmup_tokens,
-        total_tokens=section.total_tokens,
-        decay_tokens=section.decay_tokens,
-    )
-
-
-def batch_ramp(section: Ramp, *, microbatch_tokens: int) -> BatchRamp:
-    return BatchRamp(
-        start_tokens=section.start_tokens,
-        end_tokens=section.end_tokens,
-        ramp_tokens=section.ramp_tokens,
-        microbatch_tokens=microbatch_tokens,
     )
