@@ -73,6 +73,24 @@ class ExperimentConfig(Section):
         return self
 
 
+def check_stages(section: str, phase: SupervisedPhase, model: ModelSection) -> None:
+    """Rows must fit the model, and the last stage must leave the RoPE base that the model is served with."""
+    for index, stage in enumerate(phase.stages):
+        if stage.sequence_length > model.max_position_embeddings:
+            raise rejection(
+                f"{section}.stages.{index}.sequence_length",
+                f"{stage.sequence_length} is more than model.max_position_embeddings "
+                f"{model.max_position_embeddings}",
+            )
+    last = phase.stages[-1].rope_theta if phase.stages else None
+    if last is not None and last != model.rope_theta:
+        raise rejection(
+            f"{section}.stages.{len(phase.stages) - 1}.rope_theta",
+            f"{last:g} is not model.rope_theta {model.rope_theta:g}, the base that the trained model has; "
+            "give the model the last stage's base",
+        )
+
+
 class SftConfig(ExperimentConfig):
     """Supervised training on the environment's worked answers."""
 
