@@ -124,8 +124,38 @@ class MuonSection(Section):
     momentum: Momentum = setting(0.95, "GLM-4.5")
     nesterov: bool = setting(True, "Muon's reference implementation and Moonlight")
     newton_schulz_steps: PositiveInt = setting(5, "GLM-4.5")
+    coefficients: Literal["standard", "polar_express", "four_steps"] = setting(
+        "standard", "Moonlight's; unpublished for GLM-4.5. four_steps is made for schatten8 and 4 steps"
+    )
+    algorithm: Literal["direct", "gram"] = setting(
+        "direct", "as published; gram computes the same from M x M matrices, with less arithmetic"
+    )
+    normalization: Literal["frobenius", "schatten8"] = setting(
+        "frobenius", "as published; schatten8 is a closer bound, so that fewer steps do"
+    )
     update_rms: PositiveFloat = setting(0.2, "GLM-4.5: the RMS of AdamW's updates in practice")
     weight_decay: NonNegativeFloat = setting(0.1, "GLM-4.5")
+    momentum_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "exact; bfloat16 halves Muon's only state"
+    )
+    iteration_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "agrees across meshes; bfloat16 is the usual choice where it is the faster product"
+    )
+    split_heads: bool = setting(
+        False, "GLM-4.5 takes q, k and v projections whole; true orthogonalises each head's part alone"
+    )
+    qk_clip: PositiveFloat | None = setting(
+        None, "largest attention logit: a head above it has its q and k weights shrunk; 100 in Kimi K2"
+    )
+
+    @model_validator(mode="after")
+    def _whole_sequence(self) -> Self:
+        if self.coefficients == "four_steps" and self.newton_schulz_steps < 4:
+            raise rejection(
+                "newton_schulz_steps",
+                f"{self.newton_schulz_steps} cuts coefficients four_steps off; expected at least 4",
+            )
+        return self
 
 
 class AdamWSection(Section):
@@ -188,6 +218,19 @@ class SupervisedPhase(Phase):
     task_options: dict[str, Scalar | list[Scalar]] | None = setting(
         None, "options of the task that answers are worked for; None takes environment.options"
     )
+    stages: list[Stage] = setting(
+        [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"
+    )
+
+    @model_validator(mode="after")
+    def _stages_ascend(self) -> Self:
+        starts = [stage.tokens for stage in self.stages]
+        if starts and starts[0] != 0:
+            raise rejection("stages", f"the first begins at {starts[0]} tokens, not at 0")
+        for before, after in zip(starts, starts[1:], strict=False):
+            if after <= before:
+                raise rejection("stages", f"one begins at {after} tokens after one at {before}; they ascend")
+        return self
 
 
 class RlPhase(Phase):
@@ -218,19 +261,6 @@ class EvaluationSection(Section):
     timeout_s: PositiveFloat = setting(
         900.0, "how long the trainer waits for the fleet's answers at the end", resumable=True
     )
-    stages: list[Stage] = setting(
-        [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"
-    )
-
-    @model_validator(mode="after")
-    def _stages_ascend(self) -> Self:
-        starts = [stage.tokens for stage in self.stages]
-        if starts and starts[0] != 0:
-            raise rejection("stages", f"the first begins at {starts[0]} tokens, not at 0")
-        for before, after in zip(starts, starts[1:], strict=False):
-            if after <= before:
-                raise rejection("stages", f"one begins at {after} tokens after one at {before}; they ascend")
-        return self
 
 
 class FailureSection(Section):

@@ -97,6 +97,11 @@ class SftConfig(ExperimentConfig):
     recipe: Literal["sft"] = required("which algorithm")
     sft: SupervisedPhase = required("the supervised phase")
 
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        check_stages("sft", self.sft, self.model)
+        return self
+
 
 class AsyncGrpoConfig(ExperimentConfig):
     """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""
@@ -139,11 +144,6 @@ class AsyncGrpoConfig(ExperimentConfig):
                 f"{self.rollouts.max_tokens} leaves no room for a prompt in batch.sequence_length "
                 f"{self.batch.sequence_length}",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_fit(self) -> Self:
-        check_stages("sft", self.sft, self.model)
         return self
 
 
