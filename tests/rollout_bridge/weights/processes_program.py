@@ -1,8 +1,8 @@
-"""What each process of test_processes.py runs: `processes_program.py COORDINATOR ID STORE FIRST LAST REFUSED`.
+"""One process of test_processes.py: `processes_program.py COORDINATOR ID STORE FIRST LAST REFUSED`.
 
 Takes the run over together, checks the head if there is one, and publishes the steps FIRST..LAST of the tiny
-model, sharded over 2 processes x 4 devices. The store refuses what process 1 writes of step REFUSED (0: none).
-Prints one JSON line of what it observed.
+model, sharded over 2 processes x 4 devices. The store refuses what process 1 writes of step REFUSED (0: of
+none). Prints one JSON line of what it observed.
 """
 
 from __future__ import annotations

@@ -44,11 +44,9 @@ def together(url: str, first: int, last: int, *, refused: int = 0) -> list[dict]
     finally:
         for process in running:
             process.kill()
-    for _, (output, errors) in zip(running, outputs, strict=True):
+    for output, errors in outputs:
         assert '{"' in output, errors
-    return [
-        json.loads(next(line for line in output.splitlines() if line.startswith("{"))) for output, _ in outputs
-    ]
+    return [json.loads(output[output.index('{"') :].splitlines()[0]) for output, _ in outputs]
 
 
 def publish_three(directory):
