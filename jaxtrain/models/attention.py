@@ -8,9 +8,10 @@ Two uses of one set of weights: over packed documents (training) and against a c
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxtrain.models.attention_kernels import Documents, attend_documents, masked_attention
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.norm import rms_norm
 from jaxtrain.models.parameters import Linear, ones, parameter
@@ -18,6 +19,8 @@ from jaxtrain.models.rope import rotate
 
 
 class Attention(nnx.Module):
+    mesh: Mesh | None = None  # set by Definition.bind
+
     def __init__(self, rngs: nnx.Rngs, config: ModelConfig, layers: int) -> None:
         self.config = config
         d, h, std = config.hidden_size, config.head_dim, config.initializer_range
@@ -46,19 +49,17 @@ class Attention(nnx.Module):
     def attend(
         self, q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, mask_BST: jax.Array
     ) -> jax.Array:
-        """Softmax attention (float32 statistics) and output projection -> [B, S, D]."""
-        b, s, _, h = q_BSHh.shape
-        k_heads = k_BTKh.shape[2]
-        q_BSKGh = q_BSHh.reshape(b, s, k_heads, -1, h)
-        scores = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=jnp.float32)
-        scores = jnp.where(mask_BST[:, None, None], scores * h**-0.5, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
-        mixed = jnp.einsum("BKGST,BTKh->BSKGh", weights, v_BTKh)
-        return self.o_proj(mixed.reshape(b, s, -1))
+        """Attention to a cache under a mask, and output projection -> [B, S, D]."""
+        return self._project_out(masked_attention(q_BSHh, k_BTKh, v_BTKh, mask_BST))
 
+    def attend_documents(
+        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, documents: Documents
+    ) -> jax.Array:
+        """Causal attention within packed documents, and output projection -> [B, S, D]."""
+        implementation = self.config.attention_implementation
+        return self._project_out(
+            attend_documents(q_BSHh, k_BSKh, v_BSKh, documents, implementation=implementation, mesh=self.mesh)
+        )
 
-def document_mask(segment_ids_BS: jax.Array) -> jax.Array:
-    """[B, S, S], True where a query may see a key: same document, not later. Padding has segment id 0."""
-    same = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-    length = segment_ids_BS.shape[1]
-    return same & jnp.tril(jnp.ones((length, length), bool))[None]
+    def _project_out(self, mixed_BSHh: jax.Array) -> jax.Array:
+        return self.o_proj(mixed_BSHh.reshape(*mixed_BSHh.shape[:2], -1))

@@ -25,6 +25,21 @@ class ExpertImplementation(enum.StrEnum):
     RAGGED = "ragged"
 
 
+class AttentionImplementation(enum.StrEnum):
+    """How attention within packed documents is computed; the mathematics is the same.
+
+    AUTO picks per platform: CUDNN on GPU, SPLASH on TPU, XLA elsewhere. XLA holds scores [S, S] and is the
+    reference. CHUNKED is online softmax over chunks of keys, on any platform; a sequence split between
+    devices always takes it. CUDNN is cuDNN's flash attention, SPLASH a Pallas kernel.
+    """
+
+    AUTO = "auto"
+    XLA = "xla"
+    CHUNKED = "chunked"
+    CUDNN = "cudnn"
+    SPLASH = "splash"
+
+
 class Remat(enum.StrEnum):
     """What the backward pass recomputes: nothing, everything in a layer, or all but matrix products."""
 
@@ -81,6 +96,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     compute_dtype: str = "bfloat16"
     expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
+    attention_implementation: AttentionImplementation = AttentionImplementation.AUTO
     remat: Remat = Remat.NONE
 
     @property

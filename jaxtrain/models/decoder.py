@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.attention import document_mask
+from jaxtrain.models.attention_kernels import document_mask
 from jaxtrain.models.balance import RouterStatistics, statistics
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.layers import Layers, scan_layers

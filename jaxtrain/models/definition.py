@@ -7,15 +7,17 @@ optimizer rules, checkpoints, sharding tables and the weight chain name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.parameters import Buffer
+from jaxtrain.models.placement import spans_devices
 
 Params = Mapping[str, jax.Array]
 
@@ -25,7 +27,7 @@ class Definition:
     """A decoder without its numbers.
 
     shapes: path -> shape of every parameter and buffer; axes: path -> logical axis names, one a dimension.
-    buffers: paths that have no gradient.
+    buffers: paths that have no gradient. mesh: the devices that share the work of a bound module, if several.
     """
 
     config: ModelConfig
@@ -33,6 +35,11 @@ class Definition:
     shapes: dict[str, jax.ShapeDtypeStruct]
     axes: dict[str, tuple[str | None, ...]]
     buffers: frozenset[str]
+    mesh: Mesh | None = None
+
+    def on(self, mesh: Mesh) -> Definition:
+        """The same decoder for arrays on `mesh`: attention and experts run on each device's own part."""
+        return replace(self, mesh=mesh if spans_devices(mesh) else None)
 
     def bind(self, params: Params) -> Decoder:
         """The module holding `params`; works on tracers, so call it inside jit."""
@@ -43,7 +50,11 @@ class Definition:
             tuple(path.split("/")): (Buffer if path in self.buffers else nnx.Param)(params[path])
             for path in self.shapes
         }
-        return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+        model = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+        for _, module in nnx.iter_modules(model):
+            if hasattr(module, "mesh"):
+                module.mesh = self.mesh
+        return model
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [D, V]; of tied models the word embedding, transposed."""

@@ -1,10 +1,11 @@
-"""How a decoder's logical axes lie on the mesh axes data, fsdp, expert and tensor."""
+"""How a decoder's logical axes lie on the mesh axes data, fsdp, expert, context and tensor."""
 
 from __future__ import annotations
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.models.definition import Definition
+from jaxtrain.models.placement import activation_spec
 from sharding.rules import ShardingRules
 
 RULES = ShardingRules(
@@ -22,7 +23,6 @@ RULES = ShardingRules(
         "vocab": "tensor",
     }
 )
-ROW_AXES = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
 
 
 def parameter_shardings(definition: Definition, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -32,5 +32,4 @@ def parameter_shardings(definition: Definition, mesh: Mesh) -> dict[str, NamedSh
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """Of a microbatch [row, sequence]."""
-    axes = tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
-    return NamedSharding(mesh, PartitionSpec(axes))
+    return NamedSharding(mesh, activation_spec(mesh))

@@ -168,7 +168,7 @@ def compile_programs(
         lambda: zero_sums(definition, params, metric_names, measure_noise=measure_noise), out_shardings=sums
     )
     add = jax.jit(
-        partial(accumulate, definition, loss_function),
+        partial(accumulate, definition.on(placement.mesh), loss_function),
         donate_argnums=1,
         in_shardings=(placement.state, sums, placement.rows, placement.replicated),
         out_shardings=sums,
