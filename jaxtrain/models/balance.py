@@ -16,14 +16,17 @@ from jaxtrain.models.router import Routing, expert_counts
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterStatistics:
-    """Sums over valid tokens, one row a MoE layer.
+    """Sums over valid tokens, one row a MoE layer, and what else a batch's forward pass is asked for.
 
     counts: float32 [Lm, E], tokens that chose each expert.
     balance: float32 [Lm], sequence-level balance loss summed over sequences' tokens (see `sequence_balance`).
+    max_logits: float32 [L, H], largest attention logit of each head in all layers but MTP's, dense ones
+      first; None unless the model's `measure_max_logits` asks for it.
     """
 
     counts: jax.Array
     balance: jax.Array
+    max_logits: jax.Array | None = None
 
 
 def sequence_balance(routing: Routing, segment_ids_BS: jax.Array, config: ModelConfig) -> jax.Array:

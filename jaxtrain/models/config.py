@@ -98,6 +98,7 @@ class ModelConfig:
     expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
     attention_implementation: AttentionImplementation = AttentionImplementation.AUTO
     remat: Remat = Remat.NONE
+    measure_max_logits: bool = False  # training reports each head's largest attention logit (`QkClip`)
 
     @property
     def num_moe_layers(self) -> int:

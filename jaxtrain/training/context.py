@@ -23,7 +23,9 @@ from jaxtrain.data import tokenizer as task_tokenizer
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim.muon import MuonConfig
+from jaxtrain.optim.newton_schulz import Algorithm, Normalization
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build
+from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.step import StepInputs, StepMetrics, Sums, TrainState
@@ -137,15 +139,17 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    definition = define(
-        ModelConfig.from_hf(
-            hf_config,
-            compute_dtype=config.model.compute_dtype,
-            expert_implementation=config.model.expert_implementation,
-            remat=config.model.remat,
-        )
+    model = ModelConfig.from_hf(
+        hf_config,
+        compute_dtype=config.model.compute_dtype,
+        expert_implementation=config.model.expert_implementation,
+        remat=config.model.remat,
     )
-    optimizer = build(optimizer_config(config.optimizer), sharded_shapes(definition, mesh))
+    qk_clip = qk_clip_of(config.optimizer, model)
+    definition = define(replace(model, measure_max_logits=qk_clip is not None))
+    optimizer = build(
+        optimizer_config(config.optimizer, head_dim=model.head_dim), sharded_shapes(definition, mesh)
+    )
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -165,7 +169,7 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         definition=definition,
         optimizer=optimizer,
         placement=placement,
-        step=compile_apply(optimizer, placement, clip_norm=config.optimizer.clip_norm),
+        step=compile_apply(optimizer, placement, clip_norm=config.optimizer.clip_norm, qk_clip=qk_clip),
         checkpoints=checkpoints,
         metrics=MetricsWriter(run_dir, restored_step=checkpoints.latest()),
         stop=stop,
@@ -188,16 +192,36 @@ def mesh_spec(section: MeshSection) -> MeshSpec:
     return MeshSpec(ici=section.ici.model_dump(), dcn=section.dcn.model_dump())
 
 
-def optimizer_config(section: OptimizerSection) -> OptimizerConfig:
+def qk_clip_of(section: OptimizerSection, model: ModelConfig) -> QkClip | None:
+    """The clip of the model's stacks of layers, dense before MoE as its logits come; None if switched off."""
+    if section.muon.qk_clip is None:
+        return None
+    layers = {"dense": model.first_k_dense_replace, "moe": model.num_moe_layers}
+    return QkClip(
+        threshold=section.muon.qk_clip,
+        key_heads=model.num_key_value_heads,
+        stacks=tuple((name, count) for name, count in layers.items() if count),
+    )
+
+
+def optimizer_config(section: OptimizerSection, *, head_dim: int) -> OptimizerConfig:
+    """The optimizer of a model whose attention heads are `head_dim` wide."""
     muon, adamw = section.muon, section.adamw
     return OptimizerConfig(
         muon=MuonConfig(
             momentum=muon.momentum,
             nesterov=muon.nesterov,
             newton_schulz_steps=muon.newton_schulz_steps,
+            coefficients=muon.coefficients,
+            algorithm=Algorithm(muon.algorithm),
+            normalization=Normalization(muon.normalization),
             update_rms=muon.update_rms,
             weight_decay=muon.weight_decay,
+            momentum_dtype=muon.momentum_dtype,
+            iteration_dtype=muon.iteration_dtype,
+            split_heads=head_dim if muon.split_heads else None,
         ),
         adamw=AdamWConfig(b1=adamw.b1, b2=adamw.b2, eps=adamw.eps, weight_decay=adamw.weight_decay),
         lm_head=Method.muon if section.lm_head_uses_muon else Method.adamw,
+        overrides={pattern: Method(name) for pattern, name in section.overrides.items()},
     )

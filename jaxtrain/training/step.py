@@ -19,6 +19,7 @@ from jaxtrain.models.balance import RouterStatistics
 from jaxtrain.models.definition import Definition
 from jaxtrain.models.router import correction_bias_update
 from jaxtrain.optim import noise_scale
+from jaxtrain.optim.qk_clip import QkClip
 
 Arrays = dict[str, jax.Array]
 Scalar = jax.Array | np.float32
@@ -49,7 +50,8 @@ LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
 class Sums:
     """What `accumulate` adds up over a batch; float32. `tokens` counts valid tokens, loss or not.
 
-    noise: None unless the gradient noise scale is measured, and then costs nothing.
+    noise: None unless the gradient noise scale is measured, and then costs nothing. max_logits: the largest
+    of each head of each layer, not a sum; None, and without cost, unless the model measures them.
     """
 
     gradients: Arrays
@@ -60,6 +62,7 @@ class Sums:
     expert_counts: jax.Array
     metrics: Arrays
     noise: noise_scale.NoiseSums | None = None
+    max_logits: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +105,7 @@ class StepMetrics:
     loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained
     parameters.
     load_violation: largest over layers of max expert load over mean load, minus 1.
+    max_logit: largest attention logit of all heads, before QK-clip; None unless measured.
     """
 
     loss: jax.Array
@@ -112,6 +116,7 @@ class StepMetrics:
     tokens: jax.Array
     load_violation: jax.Array
     finite: jax.Array
+    max_logit: jax.Array | None = None
 
 
 def accumulate(
@@ -139,6 +144,9 @@ def accumulate(
         expert_counts=sums.expert_counts + out.router.counts,
         metrics=jax.tree.map(jnp.add, sums.metrics, out.metrics),
         noise=None if sums.noise is None else noise_scale.add(sums.noise, gradients, out.weight),
+        max_logits=(
+            None if sums.max_logits is None else jnp.maximum(sums.max_logits, out.router.max_logits)
+        ),
     )
 
 
@@ -162,6 +170,11 @@ def zero_sums(
         expert_counts=jnp.zeros((config.num_moe_layers, experts), jnp.float32),
         metrics={name: scalar for name in metric_names},
         noise=noise_scale.empty() if measure_noise else None,
+        max_logits=(
+            jnp.full((config.num_hidden_layers, config.num_attention_heads), jnp.finfo(jnp.float32).min)
+            if config.measure_max_logits
+            else None
+        ),
     )
 
 
@@ -171,8 +184,11 @@ def apply(
     state: TrainState,
     sums: Sums,
     inputs: StepInputs,
+    *,
+    qk_clip: QkClip | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step of sums whose `metrics` and `noise` are left out.
+    """One optimizer step of sums whose `metrics` and `noise` are left out. qk_clip: after the step, by the
+    batch's logits.
 
     A batch with a non-finite loss or gradient, or without any weight, changes nothing.
     """
@@ -184,8 +200,11 @@ def apply(
     gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)
     directions, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     steps = jax.tree.map(lambda d: inputs.learning_rate * d, directions)
+    params = optax.apply_updates(state.params, steps)
+    if qk_clip is not None:
+        params = qk_clip.apply(params, sums.max_logits)
     changed = TrainState(
-        params=optax.apply_updates(state.params, steps),
+        params=params,
         buffers=_balance(state.buffers, sums.expert_counts, jnp.asarray(inputs.router_bias_rate)),
         optimizer=optimizer_state,
     )
@@ -201,6 +220,7 @@ def apply(
         tokens=sums.tokens,
         load_violation=jnp.max(load, initial=1.0) - 1.0,
         finite=finite,
+        max_logit=None if sums.max_logits is None else sums.max_logits.max(),
     )
 
 

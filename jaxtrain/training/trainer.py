@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.definition import Definition, initialize
 from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
 from jaxtrain.optim.noise_scale import NoiseSums, estimate
+from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.compilations import compilations
 from jaxtrain.training.step import (
     LossFunction,
@@ -119,7 +120,11 @@ def initial_state(
 
 
 def sums_shardings(
-    placement: Placement, metric_names: tuple[str, ...], *, measure_noise: bool = False
+    placement: Placement,
+    metric_names: tuple[str, ...],
+    *,
+    measure_noise: bool = False,
+    measure_logits: bool = False,
 ) -> Sums:
     """Where sums live: gradients as the parameters, the rest everywhere."""
     everywhere = placement.replicated
@@ -132,17 +137,29 @@ def sums_shardings(
         expert_counts=placement.replicated,
         metrics={name: placement.replicated for name in metric_names},
         noise=NoiseSums(square_norms=everywhere, square_weights=everywhere) if measure_noise else None,
+        max_logits=everywhere if measure_logits else None,
     )
 
 
 def compile_apply(
-    optimizer: optax.GradientTransformation, placement: Placement, *, clip_norm: float
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    clip_norm: float,
+    qk_clip: QkClip | None = None,
 ) -> Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]]:
-    """The jitted step, the same for every loss; compiles once, at its first use."""
+    """The jitted step, the same for every loss; compiles once, at its first use.
+
+    qk_clip: needs a model with `measure_max_logits`.
+    """
     return jax.jit(
-        partial(apply, optimizer, clip_norm),
+        partial(apply, optimizer, clip_norm, qk_clip=qk_clip),
         donate_argnums=0,
-        in_shardings=(placement.state, sums_shardings(placement, ()), placement.replicated),
+        in_shardings=(
+            placement.state,
+            sums_shardings(placement, (), measure_logits=qk_clip is not None),
+            placement.replicated,
+        ),
         out_shardings=(placement.state, placement.replicated),
     )
 
@@ -162,7 +179,10 @@ def compile_programs(
     step: `compile_apply`'s. measure_noise: report `noise_signal` and `noise_trace` with each step, for one
     more pass over the gradients a microbatch.
     """
-    sums = sums_shardings(placement, metric_names, measure_noise=measure_noise)
+    measure_logits = definition.config.measure_max_logits
+    sums = sums_shardings(
+        placement, metric_names, measure_noise=measure_noise, measure_logits=measure_logits
+    )
     params = abstract_state(definition, optimizer).params
     zero = jax.jit(
         lambda: zero_sums(definition, params, metric_names, measure_noise=measure_noise), out_shardings=sums
@@ -217,7 +237,8 @@ def _numbers(metrics: StepMetrics, sums: Sums) -> tuple[dict[str, float], bool]:
     """Numbers on the host, and whether they are finite; the loss's own sums become means over the weight."""
     host, totals, noise = jax.device_get((metrics, sums.metrics, sums.noise))
     weight = max(float(host.weight), 1e-20)
-    values = {name: float(value) for name, value in vars(host).items() if name != "finite"}
+    measured = {name: value for name, value in vars(host).items() if value is not None}
+    values = {name: float(value) for name, value in measured.items() if name != "finite"}
     values |= {name: float(total) / weight for name, total in totals.items()}
     if noise is not None:
         found = estimate(
