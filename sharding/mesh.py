@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding.errors import ShardingError
 
@@ -105,6 +105,16 @@ class MeshSpec:
         shape = tuple(a * b for a, b in zip(dcn_shape, ici_shape, strict=True))
         array = stacked.transpose(order).reshape(shape)
         return Mesh(array, names, axis_types=(self.axis_type,) * rank)
+
+    def abstract(self, device_count: int) -> AbstractMesh:
+        """The mesh's axes without devices: enough for rules and `describe`, on any machine.
+
+        Whether the shape can be laid out on a given interconnect is not checked: `topology` does.
+        """
+        spec = self.resolve(device_count)
+        ici, dcn = dict(_pairs(spec.ici)), dict(_pairs(spec.dcn))
+        sizes = tuple(ici.get(name, 1) * dcn.get(name, 1) for name in self.axis_names)
+        return AbstractMesh(sizes, self.axis_names, axis_types=(self.axis_type,) * len(sizes))
 
     def topology(self, name: str, *, num_slices: int = 1) -> Mesh:
         """Mesh over the compile-only devices of `topology_devices(name)`: compile for absent hardware."""

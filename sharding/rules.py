@@ -113,7 +113,7 @@ class ShardingRules:
             entries.pop()
         return PartitionSpec(*entries)
 
-    def shardings(self, logical_axes: Any, shapes: Any, mesh: Mesh) -> Any:
+    def shardings(self, logical_axes: Any, shapes: Any, mesh: Mesh | AbstractMesh) -> Any:
         """NamedSharding for every leaf, in the tree structure of `shapes`.
 
         Args:

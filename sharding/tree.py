@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from sharding.errors import ShardingError
 from sharding.leaves import named_leaves
@@ -75,7 +75,7 @@ def gather(tree: Any) -> Any:
     )
 
 
-def shardings_like(tree: Any, parameters: Any, shardings: Any, mesh: Mesh) -> Any:
+def shardings_like(tree: Any, parameters: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings for a tree that repeats parameters, such as an optimizer state: moments as their parameter,
     the rest replicated.
 

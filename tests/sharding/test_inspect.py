@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError, UnusedAxisWarning
@@ -16,10 +16,12 @@ from sharding.inspect import assert_sharded, assert_waste_below, describe, size
 from sharding.mesh import MeshSpec
 from sharding.tree import shard
 
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
-@pytest.fixture(scope="module")
-def mesh():
-    return MeshSpec({"fsdp": 2, "tensor": 4}).build()
+
+@pytest.fixture(scope="module", params=AXIS_TYPES)
+def mesh(request):
+    return MeshSpec({"fsdp": 2, "tensor": 4}, axis_type=request.param).build()
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,17 @@ def test_a_subset_of_devices_can_be_given():
     assert ids(MeshSpec({"data": 2}).build(jax.devices()[4:6])) == [4, 5]
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_an_abstract_mesh_has_the_axes_of_the_built_one(axis_type):
+    spec = MeshSpec({"tensor": 2, "data": -1}, dcn={"data": 2, "replica": 1}, axis_type=axis_type)
+    abstract, built = spec.abstract(8), spec.build()
+    assert abstract.axis_names == built.axis_names == ("replica", "tensor", "data")
+    assert dict(abstract.shape) == dict(built.shape) == {"replica": 1, "tensor": 2, "data": 4}
+    assert abstract.axis_types == built.axis_types
+    with pytest.raises(ShardingError, match="multiply to 4, which do not divide the 6 devices"):
+        spec.abstract(6)
+
+
 def test_topology_without_the_tpu_compiler_names_the_remedy_and_with_it_has_its_chips():
     if importlib.util.find_spec("libtpu") is None:
         with pytest.raises(ShardingError, match=r"v5p:2x2x1.*pip install 'jax\[tpu\]'"):

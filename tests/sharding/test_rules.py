@@ -5,21 +5,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError
 from sharding.mesh import MeshSpec
 from sharding.rules import ShardingRules, logical_axes_of
 
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
+
 RULES = ShardingRules(
     {"embed": "fsdp", "mlp": "tensor", "vocab": ["fsdp", "tensor"], "heads": "tensor", "layer": None}
 )
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return MeshSpec({"fsdp": 2, "tensor": 4}).build()
+@pytest.fixture(scope="module", params=AXIS_TYPES)
+def mesh(request):
+    return MeshSpec({"fsdp": 2, "tensor": 4}, axis_type=request.param).build()
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError
 from sharding.mesh import MeshSpec
 from sharding.tree import gather, replicate, reshard, shard, shardings_like, to_global, to_local
 
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
-@pytest.fixture(scope="module")
-def mesh():
-    return MeshSpec({"fsdp": 2, "tensor": 4}).build()
+
+@pytest.fixture(scope="module", params=AXIS_TYPES)
+def mesh(request):
+    return MeshSpec({"fsdp": 2, "tensor": 4}, axis_type=request.param).build()
 
 
 @pytest.fixture(scope="module")
