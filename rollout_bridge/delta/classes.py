@@ -10,7 +10,6 @@ between the classes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -53,11 +52,12 @@ def boundary_values(itemsize: int, start: int) -> np.ndarray:
 
 
 def fine_classes(values: np.ndarray, start: int) -> np.ndarray:
-    """Class (before merging) int64 of each old value."""
-    exponents = (magnitudes(values) >> values.dtype.type(_EXPONENT_SHIFT[values.dtype.itemsize])).astype(
-        np.int64
-    )
-    return np.clip(exponents - start, 0, CLASSES - 1)
+    """Class uint8 (before merging) of each old value."""
+    shift = values.dtype.type(_EXPONENT_SHIFT[values.dtype.itemsize])
+    exponents = magnitudes(values) >> shift
+    if not start and values.dtype.itemsize == 1:
+        return exponents
+    return np.clip(exponents.astype(np.int16) - start, 0, CLASSES - 1).astype(np.uint8)
 
 
 def estimate_counts(old: np.ndarray, start: int, changed: np.ndarray) -> np.ndarray:
@@ -84,9 +84,7 @@ def choose_partition(
     for end in range(1, CLASSES + 1):
         n = (total[end] - total[:end]).astype(np.float64)
         m = (moved[end] - moved[:end]).astype(np.float64)
-        positions = m * np.log2(np.maximum(n, 1) / np.maximum(m, 1))
-        positions += (n - m) * np.log2(np.maximum(n, 1) / np.maximum(n - m, 1))
-        costs = np.array(best[:end]) + positions + value_bits[:end, end - 1] + class_bits
+        costs = np.array(best[:end]) + _position_bits(n, m) + value_bits[:end, end - 1] + class_bits
         came_from[end] = int(np.argmin(costs))
         best[end] = float(costs[came_from[end]])
     mask, end = 0, CLASSES
@@ -94,6 +92,30 @@ def choose_partition(
         end = came_from[end]
         mask |= 1 << (end - 1)
     return mask
+
+
+def choose_boundary(counts: np.ndarray, changed: np.ndarray, value_bits: np.ndarray) -> int:
+    """The mask of two classes that codes positions and values in the fewest bits; arguments as
+    `choose_partition`.
+    """
+    masks = [1 << j for j in range(CLASSES - 1)]
+    return min(masks, key=lambda mask: coded_bits(counts, changed, value_bits, mask))
+
+
+def coded_bits(counts: np.ndarray, changed: np.ndarray, value_bits: np.ndarray, mask: int) -> float:
+    """Bits of positions and values under partition `mask`; arguments as `choose_partition`."""
+    ends = [*(j + 1 for j in range(CLASSES - 1) if mask >> j & 1), CLASSES]
+    bits = 0.0
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        n, m = float(counts[begin:end].sum()), float(changed[begin:end].sum())
+        bits += float(_position_bits(np.array([n]), np.array([m]))[0]) + float(value_bits[begin, end - 1])
+    return bits
+
+
+def _position_bits(n: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """Entropy, in bits, of which m of n elements change."""
+    bits = m * np.log2(np.maximum(n, 1) / np.maximum(m, 1))
+    return bits + (n - m) * np.log2(np.maximum(n, 1) / np.maximum(n - m, 1))
 
 
 ALL_CLASSES = (1 << (CLASSES - 1)) - 1  # the partition that merges none
@@ -106,125 +128,6 @@ def used_boundaries(mask: int, itemsize: int, start: int) -> np.ndarray:
 
 
 def merged_classes(fine: np.ndarray, mask: int) -> np.ndarray:
-    """Class in the partition of each fine class number."""
-    lookup = np.cumsum([0, *((mask >> j) & 1 for j in range(CLASSES - 1))])
-    return lookup[fine]
-
-
-def count_classes(old: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
-    """int64[chunks, classes]: elements of each class in each run of 2**20 elements of flat `old`."""
-    rows = []
-    for begin in range(0, old.size, _CHUNK):
-        part = magnitudes(old[begin : begin + _CHUNK])
-        below = [int(np.count_nonzero(part < part.dtype.type(b))) for b in boundaries]
-        rows.append(np.diff([0, *below, part.size]))
-    return np.array(rows, np.int64).reshape(-1, len(boundaries) + 1)
-
-
-def ranks(
-    old: np.ndarray, boundaries: np.ndarray, counts: np.ndarray, class_indices: list[np.ndarray]
-) -> list[np.ndarray]:
-    """Rank int64, among the elements of their class, of the ascending flat `class_indices` of each class.
-
-    counts: `count_classes` of the same flat `old`.
-    """
-    if not len(boundaries):
-        return class_indices
-    chunk_starts = np.arange(0, old.size + _CHUNK, _CHUNK)
-    edges = [np.searchsorted(indices, chunk_starts) for indices in class_indices]
-    before = np.cumsum(counts, axis=0) - counts
-    out = [np.empty(indices.size, np.int64) for indices in class_indices]
-    for chunk, begin in enumerate(range(0, old.size, _CHUNK)):
-        for k, words in enumerate(_class_words(old[begin : begin + _CHUNK], boundaries)):
-            inside = slice(edges[k][chunk], edges[k][chunk + 1])
-            if inside.start < inside.stop:
-                rank = _bits_before(words, class_indices[k][inside] - begin)
-                np.add(rank, before[chunk, k], out=out[k][inside])
-    return out
-
-
-def positions(
-    old: np.ndarray, boundaries: np.ndarray, counts: np.ndarray, class_ranks: list[np.ndarray]
-) -> list[np.ndarray]:
-    """Flat position int64 of each of the ascending `class_ranks` of each class; the inverse of `ranks`.
-
-    Every rank is below the size of its class.
-    """
-    if not len(boundaries):
-        return class_ranks
-    ends = np.cumsum(counts, axis=0)
-    edges = [np.searchsorted(r, np.concatenate([[0], e])) for r, e in zip(class_ranks, ends.T, strict=True)]
-    out = [np.empty(r.size, np.int64) for r in class_ranks]
-    for chunk, begin in enumerate(range(0, old.size, _CHUNK)):
-        for k, words in enumerate(_class_words(old[begin : begin + _CHUNK], boundaries)):
-            inside = slice(edges[k][chunk], edges[k][chunk + 1])
-            if inside.start < inside.stop:
-                local = class_ranks[k][inside] - (ends[chunk, k] - counts[chunk, k])
-                np.add(_select(words, local), begin, out=out[k][inside])
-    return out
-
-
-def _class_words(part: np.ndarray, boundaries: np.ndarray) -> Iterator[np.ndarray]:
-    """For each class its members as uint64 words, bit i of word w being element 64 w + i."""
-    magnitude = magnitudes(part)
-    below = np.zeros(-(-part.size // 64), "<u8")
-    for boundary in boundaries:
-        upper = _packed(magnitude < magnitude.dtype.type(boundary))
-        yield upper & ~below
-        below = upper
-    yield _packed(np.ones(part.size, bool)) & ~below
-
-
-def _packed(mask: np.ndarray) -> np.ndarray:
-    octets = np.packbits(mask, bitorder="little")
-    if octets.size % 8:
-        octets = np.concatenate([octets, np.zeros(-octets.size % 8, np.uint8)])
-    return octets.view("<u8")
-
-
-def _cumulative(words: np.ndarray) -> np.ndarray:
-    """int32: how many bits are set before each word, and in all."""
-    cumulative = np.zeros(words.size + 1, np.int32)
-    np.cumsum(np.bitwise_count(words).astype(np.int32), out=cumulative[1:])
-    return cumulative
-
-
-def _bits_before(words: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """How many bits are set before each of `places`."""
-    word = places >> 6
-    low = (np.uint64(1) << (places & 63).astype(np.uint64)) - np.uint64(1)
-    return _cumulative(words)[word] + np.bitwise_count(words[word] & low)
-
-
-def _select(words: np.ndarray, bit_ranks: np.ndarray) -> np.ndarray:
-    """The place of set bit number `bit_ranks` (ascending, from 0): the inverse of `_bits_before`.
-
-    Source: S. Vigna, "Broadword implementation of rank/select queries" (2008), section 3.
-    """
-    cumulative = _cumulative(words)
-    if bit_ranks.size * _DENSE > int(cumulative[-1]):
-        word = np.repeat(np.arange(words.size, dtype=np.int32), np.bitwise_count(words))[bit_ranks]
-    else:
-        word = np.searchsorted(cumulative[1:], bit_ranks.astype(np.int32), side="right")
-    bits = words[word]
-    rank = (bit_ranks - cumulative[word]).astype(np.uint64)
-    byte_counts = np.bitwise_count(bits.view(np.uint8)).view("<u8")
-    through = byte_counts * _EACH_BYTE  # byte i: bits set in bytes 0..i
-    passed = ((rank * _EACH_BYTE) | _EACH_TOP_BIT) - through & _EACH_TOP_BIT
-    shift = np.bitwise_count(passed).astype(np.uint64) << np.uint64(3)
-    rank -= (through << np.uint64(8)) >> shift & np.uint64(0xFF)
-    octet = bits >> shift & np.uint64(0xFF)
-    inside = _BIT_OF_RANK[(octet << np.uint64(3) | rank).astype(np.intp)]
-    return (word.astype(np.int64) << 6) + shift.astype(np.int64) + inside
-
-
-def _bit_of_rank() -> np.ndarray:
-    """uint8[256 * 8]: the place in a byte of its set bit number r, at 8 * byte + r."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return np.argsort(1 - bits, axis=1, kind="stable").astype(np.uint8).reshape(-1)
-
-
-_DENSE = 8  # members a selected rank from which listing the word of every member beats searching
-_EACH_BYTE = np.uint64(0x0101010101010101)
-_EACH_TOP_BIT = np.uint64(0x8080808080808080)
-_BIT_OF_RANK = _bit_of_rank()
+    """Class uint8 in the partition of each fine class number."""
+    lookup = np.cumsum([0, *((mask >> j) & 1 for j in range(CLASSES - 1))]).astype(np.uint8)
+    return lookup.take(fine)

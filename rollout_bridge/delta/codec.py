@@ -1,9 +1,10 @@
 """One array's update as a self-describing blob.
 
 A blob is a byte (version 2 bits, mode 2, element width 2, flags 2), the number of elements as a varint, and
-a body: nothing when nothing changed, a `stream` of changes, or every new value when that is shorter. Bodies
-  of whole values are the byte planes of the
-array, most significant apart, compressed by zstandard.
+a body: nothing when nothing changed; changes, as a `stream` when they are few or as `planes` when they are
+many; or every new value when that is shorter. Bodies of whole values are the byte planes of the array, most
+significant apart, compressed by zstandard. Where it is not plain which is shortest, several are made and the
+best is kept.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ import math
 import numpy as np
 import zstandard
 
-from rollout_bridge.delta import stream
+from rollout_bridge.delta import places, planes, stream
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
 from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader, varint
+from rollout_bridge.delta.octets import Reader, inflate, varint
 
 VERSION = 1
 _DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 _DENSE_FROM = 0.25  # changed fraction from which sending every value is tried
 _CLASSES_ARE_CHEAP = 1 << 16  # elements up to which telling classes apart costs no time worth saving
+_RARE = 256  # elements a change up to which telling classes apart is left out by the preset fast
+_SAMPLE_RUNS, _SAMPLE_RUN = 8, 1 << 13
+_PLANES_FROM = 1 << 12  # changes from which planes may be shorter than a stream
+_STREAM_UP_TO = 1 << 16  # changes up to which a stream takes little time
 
 
 class Preset(enum.StrEnum):
-    """small: near the entropy of the update. fast: about half as large again, several times quicker."""
+    """small: near the entropy of the update. fast: a fifth to a half larger, about twice as quick."""
 
     small = "small"
     fast = "fast"
@@ -35,8 +40,9 @@ class Preset(enum.StrEnum):
 
 class _Mode(enum.IntEnum):
     unchanged = 0
-    sparse = 1
+    stream = 1
     full = 2
+    planes = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,7 @@ def encode(old: np.ndarray, new: np.ndarray, *, preset: str = "small") -> bytes:
         )
     old_flat, new_flat = np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1)
     indices = np.flatnonzero(old_flat != new_flat)
-    blob = encode_sparse(
+    return encode_sparse(
         indices,
         old_flat[indices],
         new_flat[indices],
@@ -75,9 +81,6 @@ def encode(old: np.ndarray, new: np.ndarray, *, preset: str = "small") -> bytes:
         preset=preset,
         old=old_flat,
     )
-    if indices.size > _DENSE_FROM * old.size:
-        return min(blob, encode_full(new, preset=preset), key=len)
-    return blob
 
 
 def encode_sparse(
@@ -95,11 +98,12 @@ def encode_sparse(
 
     To model how likely each element is to change, the codec needs the whole `old` array, or the `ranks` of
     the changed elements in their classes; with neither, the update is about 1.4 times as large. `old` is
-    better for small arrays; with the preset `fast` it is not used on large ones. Raises ValueError on indices
-    that are not ascending and in range, or values that do not change.
+    better for small arrays; the preset `fast` leaves it aside in a large one of which much changes. An array
+    most of which changes is kept whole where that is shorter, if the new values are known: from `old`, or all
+    listed. Raises ValueError on indices that are not ascending and in range, or values that do not change.
     """
     dtype, size = _checked_dtype(dtype), math.prod(shape)
-    options = _options(preset, size)
+    fast = Preset(preset) is Preset.fast
     indices = np.asarray(indices, np.int64).reshape(-1)
     old_values, new_values = (
         np.asarray(old_values, dtype).reshape(-1),
@@ -112,7 +116,7 @@ def encode_sparse(
         )
     if not indices.size:
         return _head(_Mode.unchanged, dtype, 0, size)
-    if indices[0] < 0 or indices[-1] >= size or (np.diff(indices) <= 0).any():
+    if indices[0] < 0 or indices[-1] >= size or (indices[1:] <= indices[:-1]).any():
         raise ValueError(f"the indices are not strictly ascending within [0, {size})")
     if (old_values == new_values).any():
         raise ValueError("an element listed as changed keeps its value; list only those that change")
@@ -127,21 +131,36 @@ def encode_sparse(
             f"expected one rank a change, and [{CLASSES}]"
         )
     old_flat = None if old is None else np.ascontiguousarray(old).reshape(-1)
-    flags, body = stream.encode(
-        indices, old_values, new_values, size=size, old=old_flat, ranks=ranks, options=options
-    )
-    return _head(_Mode.sparse, dtype, flags, size) + body
+    if ranks is not None:
+        changes = places.of_ranks(old_values, ranks)
+    elif old_flat is not None and not (fast and size > _CLASSES_ARE_CHEAP and indices.size * _RARE > size):
+        effort = places.Effort.two if fast and size > _CLASSES_ARE_CHEAP else places.Effort.all
+        changes = places.by_class(indices, old_values, new_values, old_flat, effort)
+    else:
+        changes = places.of_whole(indices, size)
+    candidates = []
+    if indices.size >= _PLANES_FROM:
+        flags, body = planes.encode(changes, old_values, new_values)
+        candidates.append(_head(_Mode.planes, dtype, flags, size) + body)
+    if indices.size < (_PLANES_FROM if fast else _STREAM_UP_TO):
+        flags, body = stream.encode(changes, old_values, new_values, wide=fast)
+        candidates.append(_head(_Mode.stream, dtype, flags, size) + body)
+    best = min(candidates, key=len)
+    if indices.size > _DENSE_FROM * size and (old_flat is not None or indices.size == size):
+        new = np.empty(size, dtype) if old_flat is None else old_flat.copy()
+        new[indices] = new_values
+        if _likely_bytes(new, preset) < len(best):
+            best = min(best, encode_full(new, preset=preset), key=len)
+    return best
 
 
 def encode_full(new: np.ndarray, *, preset: str = "small") -> bytes:
     """All values of `new`, for a version that has no parent."""
     dtype = _checked_dtype(new.dtype)
     level = 3 if Preset(preset) is Preset.small else 1
-    planes = np.ascontiguousarray(
-        np.ascontiguousarray(new).reshape(-1).view(np.uint8).reshape(-1, dtype.itemsize).T
-    )
+    octets = np.ascontiguousarray(new).reshape(-1).view(np.uint8).reshape(-1, dtype.itemsize)
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
-    return _head(_Mode.full, dtype, 0, new.size) + compressor.compress(planes.tobytes())
+    return _head(_Mode.full, dtype, 0, new.size) + compressor.compress(octets.T.tobytes())
 
 
 def decode(blob: bytes, old: np.ndarray) -> np.ndarray:
@@ -150,11 +169,13 @@ def decode(blob: bytes, old: np.ndarray) -> np.ndarray:
     Raises DeltaError when the blob is damaged or belongs to another array. Damage inside the coded values
     may go unseen: a caller checks the digest of the result.
     """
-    change = decode_sparse(blob, old)
-    if isinstance(change, Dense):
-        return change.values
+    found = _read(blob, old)
+    if isinstance(found, Dense):
+        return found.values
     new = np.array(old, order="C")
-    new.reshape(-1)[change.indices] = change.values
+    flat = new.reshape(-1)
+    for indices, values in zip(*found, strict=True):
+        flat[indices] = values
     return new
 
 
@@ -164,13 +185,8 @@ def decode_sparse(blob: bytes, old: np.ndarray) -> SparseChange | Dense:
 
     Memory is bounded by a small multiple of the array, whatever the blob says.
     """
-    mode, flags, reader = _open(blob, old.size, _checked_dtype(old.dtype))
-    if mode is _Mode.full:
-        return Dense(_read_full(reader, old.shape, old.dtype))
-    if mode is _Mode.unchanged:
-        reader.end()
-        return SparseChange(np.empty(0, np.int64), np.empty(0, old.dtype))
-    return SparseChange(*stream.decode(flags, reader.rest(), np.ascontiguousarray(old).reshape(-1)))
+    found = _read(blob, old)
+    return found if isinstance(found, Dense) else SparseChange(*places.ascending(*found, old.size))
 
 
 def decode_full(blob: bytes, shape: tuple[int, ...], dtype: np.dtype | type | str) -> np.ndarray:
@@ -184,6 +200,27 @@ def decode_full(blob: bytes, shape: tuple[int, ...], dtype: np.dtype | type | st
             f"the blob holds an update ({mode.name}), a whole array was expected; read its parent first"
         )
     return _read_full(reader, tuple(shape), dtype)
+
+
+def _likely_bytes(new: np.ndarray, preset: str) -> int:
+    """About the bytes of `encode_full`, from runs of a large array; 0 for a small one: try it."""
+    if new.size <= 2 * _SAMPLE_RUNS * _SAMPLE_RUN:
+        return 0
+    starts = np.linspace(0, new.size - _SAMPLE_RUN, _SAMPLE_RUNS).astype(np.int64)
+    sample = np.concatenate([new[start : start + _SAMPLE_RUN] for start in starts])
+    return len(encode_full(sample, preset=preset)) * new.size // sample.size
+
+
+def _read(blob: bytes, old: np.ndarray) -> Dense | tuple[list[np.ndarray], list[np.ndarray]]:
+    """All new values, or the (ascending indices, new values) of each class of elements."""
+    mode, flags, reader = _open(blob, old.size, _checked_dtype(old.dtype))
+    if mode is _Mode.full:
+        return Dense(_read_full(reader, old.shape, old.dtype))
+    if mode is _Mode.unchanged:
+        reader.end()
+        return [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+    form = stream if mode is _Mode.stream else planes
+    return form.decode(flags, reader.rest(), np.ascontiguousarray(old).reshape(-1))
 
 
 def _head(mode: _Mode, dtype: np.dtype, flags: int, size: int) -> bytes:
@@ -205,7 +242,7 @@ def _open(blob: bytes, size: int, dtype: np.dtype) -> tuple[_Mode, int, Reader]:
             f" {dtype.itemsize}; "
             "it belongs to another tensor"
         )
-    if mode not in (_Mode.unchanged, _Mode.sparse, _Mode.full) or (flags and mode != _Mode.sparse):
+    if flags and mode not in (_Mode.stream, _Mode.planes):
         raise DeltaError(
             f"the blob starts with {first:#x}, which means nothing in version {VERSION}; it is damaged"
         )
@@ -213,30 +250,9 @@ def _open(blob: bytes, size: int, dtype: np.dtype) -> tuple[_Mode, int, Reader]:
 
 
 def _read_full(reader: Reader, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    data = reader.rest()
-    expected = math.prod(shape) * dtype.itemsize
-    try:
-        announced = zstandard.get_frame_parameters(data).content_size
-        if announced != expected:
-            raise DeltaError(
-                f"the blob announces {announced} bytes of values, the array has {expected}; it is damaged"
-            )
-        content = zstandard.ZstdDecompressor().decompress(
-            data, max_output_size=expected, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise DeltaError(f"the compressed values are damaged: {error}") from error
-    if len(content) != expected:
-        raise DeltaError(
-            f"the blob holds {len(content)} bytes of values, the array has {expected}; it is damaged"
-        )
-    planes = np.frombuffer(content, np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).view(dtype).reshape(shape)
-
-
-def _options(preset: str, size: int) -> stream.Options:
-    fast = Preset(preset) is Preset.fast
-    return stream.Options(by_class=not fast or size <= _CLASSES_ARE_CHEAP, wide=fast)
+    content = inflate(reader.rest(), math.prod(shape) * dtype.itemsize)
+    octets = np.frombuffer(content, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(octets.T).view(dtype).reshape(shape)
 
 
 def _checked_dtype(dtype: np.dtype | type | str) -> np.dtype:

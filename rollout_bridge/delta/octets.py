@@ -1,6 +1,8 @@
-"""Reading and writing the few header bytes of a blob."""
+"""Reading and writing the parts of a blob: integers of varying length, compressed frames."""
 
 from __future__ import annotations
+
+import zstandard
 
 from rollout_bridge.delta.errors import DeltaError
 
@@ -15,6 +17,20 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def inflate(data: bytes, size: int) -> bytes:
+    """The content of a zstandard frame that holds exactly `size` bytes; DeltaError on any other, unread."""
+    try:
+        announced = zstandard.get_frame_parameters(data).content_size
+        if announced != size:
+            raise DeltaError(f"the blob announces {announced} bytes of values, {size} are due; it is damaged")
+        content = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DeltaError(f"the compressed values are damaged: {error}") from error
+    if len(content) != size:
+        raise DeltaError(f"the blob holds {len(content)} bytes of values, {size} are due; it is damaged")
+    return content
 
 
 class Reader:

@@ -10,11 +10,9 @@ Symbols: the gaps between the ranks of the changed elements class after class, t
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
-from rollout_bridge.delta import classes, models, rans, symbols
+from rollout_bridge.delta import models, places, rans, symbols
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader, varint
 
@@ -23,15 +21,6 @@ FLAG_WIDE = 2  # many lanes: quicker, a few percent larger
 _LANE_SYMBOLS = 256
 _LANE_SYMBOLS_WIDE = 64
 _MOST_LANES = 8192
-_MODEL_BITS = 18.0  # about what one more class costs, in bits
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How hard to try: tell classes apart (needs the whole old array), and how many lanes to code in."""
-
-    by_class: bool
-    wide: bool
 
 
 def lanes_for(count: int, flags: int) -> int:
@@ -41,42 +30,22 @@ def lanes_for(count: int, flags: int) -> int:
 
 
 def encode(
-    indices: np.ndarray,
-    old_values: np.ndarray,
-    new_values: np.ndarray,
-    *,
-    size: int,
-    old: np.ndarray | None,
-    ranks: classes.ClassRanks | None,
-    options: Options,
+    changes: places.Places, old_values: np.ndarray, new_values: np.ndarray, *, wide: bool
 ) -> tuple[int, bytes]:
-    """(flags, body) of the changes at ascending flat `indices`; `old` is the whole flat array, needed to tell
-    classes apart.
+    """(flags, body) of `changes`, whose values go from `old_values` to `new_values` (in ascending order).
+
+    wide: many lanes.
     """
     bits = old_values.dtype.itemsize * 8
-    step_values = symbols.steps_between(old_values, new_values)
+    step_values = symbols.steps_between(old_values, new_values)[changes.order]
     step_symbols = symbols.symbols_of(step_values)
-    flags = FLAG_WIDE if options.wide else 0
-    if ranks is not None:
-        places = _places_of_ranks(old_values, ranks)
-    elif options.by_class and old is not None:
-        places = _places_by_class(indices, old_values, old, step_symbols)
-    else:
-        places = _Places(0, 0, np.array([size]), np.array([indices.size]), slice(None), indices)
-    step_values, step_symbols = step_values[places.order], step_symbols[places.order]
-    firsts = np.concatenate([[0], np.cumsum(places.moved)])
-    gaps = np.diff(places.ranks, prepend=-1) - 1
-    of_first = firsts[:-1][places.moved > 0]
-    gaps[of_first] = places.ranks[of_first]
+    gaps = changes.gaps()
     gap_symbols = symbols.symbols_of(gaps)
-
-    header = bytearray()
-    if places.mask:
-        flags |= FLAG_PARTITION
-        header += bytes([places.start]) if bits > 8 else b""
-        header += places.mask.to_bytes(2, "little")
+    flags = (FLAG_WIDE if wide else 0) | (FLAG_PARTITION if changes.mask else 0)
+    header = bytearray(changes.header(old_values.dtype.itemsize))
+    firsts = np.concatenate([[0], np.cumsum(changes.moved)])
     tables: list[np.ndarray] = []
-    for k, (count, changed) in enumerate(zip(places.sizes.tolist(), places.moved.tolist(), strict=True)):
+    for k, (count, changed) in enumerate(zip(changes.sizes.tolist(), changes.moved.tolist(), strict=True)):
         here = slice(firsts[k], firsts[k + 1])
         if not changed:
             header += varint(0)
@@ -86,8 +55,8 @@ def encode(
         header += varint(2 * changed + bool(gap_bytes)) + gap_bytes + step_bytes
         tables += [gap_table, step_table]
     all_symbols = np.concatenate([gap_symbols, step_symbols])
-    rows = _table_rows(places.moved)
-    extra = symbols.pack_extra(np.concatenate([gaps, step_values]), all_symbols)
+    rows = _table_rows(changes.moved)
+    extra = symbols.pack_extra(np.concatenate([gaps, step_values.astype(np.int64)]), all_symbols)
     lanes = lanes_for(all_symbols.size, flags)
     inside = lanes * rans.PAYLOAD_BYTES  # the first extra bits travel in the coder's initial states
     payload = extra[:inside].ljust(inside, b"\0")
@@ -95,24 +64,17 @@ def encode(
     return flags, bytes(header) + coded + extra[inside:]
 
 
-def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ascending indices int64, new values) of an `encode` body for the flat array `old`. DeltaError on any
-    damage.
+def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(ascending indices int64, new values) of each class of an `encode` body for the flat array `old`.
+
+    DeltaError on any damage.
     """
     if flags & ~(FLAG_PARTITION | FLAG_WIDE):
         raise DeltaError(f"flags {flags:#x} are not of this version of the codec; upgrade the reader")
     bits = old.dtype.itemsize * 8
     reader = Reader(body)
-    boundaries = np.empty(0, np.int64)
-    if flags & FLAG_PARTITION:
-        start = reader.byte() if bits > 8 else 0
-        mask = reader.byte() | reader.byte() << 8
-        if mask >> (classes.CLASSES - 1):
-            raise DeltaError(f"partition {mask:#x} has boundaries past the last class; the blob is damaged")
-        boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
-        boundaries = np.minimum(boundaries, np.iinfo(old.dtype).max)
-    counts = classes.count_classes(old, boundaries)
-    sizes = counts.sum(axis=0)
+    directory = places.read_directory(reader, old, partitioned=bool(flags & FLAG_PARTITION))
+    sizes = directory.sizes
     moved = np.zeros(sizes.size, np.int64)
     tables: list[np.ndarray] = []
     for k, count in enumerate(sizes.tolist()):
@@ -132,7 +94,7 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[np.ndarray, np.nda
         tables.append(_read_step_model(reader, bits))
     if not tables:
         reader.end()
-        return np.empty(0, np.int64), np.empty(0, old.dtype)
+        return [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
     rows = _table_rows(moved)
     try:
         decoded = rans.decode(reader.rest(), rows, np.stack(tables), lanes=lanes_for(rows.size, flags))
@@ -147,72 +109,12 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[np.ndarray, np.nda
     reader.end()
     total = int(moved.sum())
     gaps, step_values = values[:total], values[total:]
-    if step_values.max() >= 1 << bits or gaps.max() >= old.size:
-        raise DeltaError("a decoded step or gap is out of range; the blob is damaged")
-    class_ranks, begin = [], 0
-    for count, changed in zip(sizes.tolist(), moved.tolist(), strict=True):
-        rank = np.cumsum(gaps[begin : begin + changed] + 1) - 1
-        if changed and rank[-1] >= count:
-            raise DeltaError(
-                "a changed element lies past the end of its class; the blob is of another array, or damaged"
-            )
-        class_ranks.append(rank)
-        begin += changed
-    indices = np.concatenate(classes.positions(old, boundaries, counts, class_ranks))
-    new_values = symbols.apply_steps(old[indices], step_values)
-    if sum(1 for changed in moved if changed) > 1:
-        order = np.argsort(indices)
-        indices, new_values = indices[order], new_values[order]
-    return indices, new_values
-
-
-@dataclasses.dataclass(frozen=True)
-class _Places:
-    """Changed elements class after class: what describes the classes, their sizes and changed elements, the
-    order that
-    sorts the elements by class, and their ranks in that order."""
-
-    start: int
-    mask: int
-    sizes: np.ndarray
-    moved: np.ndarray
-    order: np.ndarray | slice
-    ranks: np.ndarray
-
-
-def _places_of_ranks(old_values: np.ndarray, ranks: classes.ClassRanks) -> _Places:
-    fine = classes.fine_classes(old_values, ranks.start).astype(np.uint8)
-    order = np.argsort(fine, kind="stable")
-    moved = np.bincount(fine, minlength=classes.CLASSES)
-    return _Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, order, ranks.ranks[order])
-
-
-def _places_by_class(
-    indices: np.ndarray, old_values: np.ndarray, old: np.ndarray, step_symbols: np.ndarray
-) -> _Places:
-    start = classes.exponents_start(old)
-    fine = classes.fine_classes(old_values, start)
-    mask = _partition(old, start, fine, step_symbols, old.dtype.itemsize * 8)
-    of_class = classes.merged_classes(fine, mask).astype(np.uint8)
-    order = np.argsort(of_class, kind="stable")
-    boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
-    counts = classes.count_classes(old, boundaries)
-    moved = np.bincount(of_class, minlength=counts.shape[1])
-    class_indices = np.split(indices[order], np.cumsum(moved)[:-1])
-    ranks = np.concatenate(classes.ranks(old, boundaries, counts, class_indices))
-    return _Places(start, mask, counts.sum(axis=0), moved, order, ranks)
-
-
-def _partition(old: np.ndarray, start: int, fine: np.ndarray, step_symbols: np.ndarray, bits: int) -> int:
-    joint = np.bincount(fine * models.ALPHABET + step_symbols, minlength=classes.CLASSES * models.ALPHABET)
-    histograms = joint.reshape(classes.CLASSES, models.ALPHABET)
-    changed = histograms.sum(axis=1)
-    used = np.flatnonzero(histograms.any(axis=0))
-    family_costs = histograms[:, used] @ models.step_costs(bits)[:, used].T
-    sums = np.concatenate([np.zeros((1, family_costs.shape[1])), np.cumsum(family_costs, axis=0)])
-    value_bits = (sums[None, 1:] - sums[:-1, None]).min(axis=-1)
-    counts = classes.estimate_counts(old, start, changed)
-    return classes.choose_partition(counts, changed, value_bits, _MODEL_BITS)
+    if step_values.max() >= 1 << bits:
+        raise DeltaError("a decoded step is out of range; the blob is damaged")
+    ends = np.cumsum(moved)[:-1]
+    indices = places.find(directory, np.split(gaps, ends))
+    steps = np.split(step_values.astype(old.dtype), ends)
+    return indices, [symbols.apply_steps(old[part], step) for part, step in zip(indices, steps, strict=True)]
 
 
 def _table_rows(moved: np.ndarray) -> np.ndarray:

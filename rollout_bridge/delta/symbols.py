@@ -7,7 +7,6 @@ octave the distributions met here are flat, to a thousandth of a bit.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,7 +28,7 @@ _SYMBOL_OF_SMALL = (np.searchsorted(STARTS, np.arange(_SMALL), side="right") - 1
 
 
 def symbols_of(values: np.ndarray) -> np.ndarray:
-    """Symbols uint8 of integers int64 in [0, 2**48)."""
+    """Symbols uint8 of integers in [0, 2**48)."""
     if values.size == 0:
         return np.empty(0, np.uint8)
     if values.max() < _SMALL:
@@ -87,44 +86,38 @@ def _by_width(symbols: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Changes of float bit patterns (unsigned, old != new) as integers int64: 0 is one representable number
+    """Changes of float bit patterns (old != new) as integers of their dtype: 0 is one representable number
     away from zero, 1 one towards zero (and past it), 2 two away, 3 two towards, and so on, modulo the number
     of patterns. Decay and a moved scale then look the same whatever the sign of a weight.
     """
-    bits = old.dtype.itemsize * 8
-    half = np.int64(1) << (bits - 1)
-    difference = _ordered(new) - _ordered(old)
-    difference = ((difference + half) & ((np.int64(1) << bits) - 1)) - half
-    return ((np.abs(difference) - 1) << 1) | ((difference < 0) != _is_negative(old))
+    signed = np.dtype(f"i{old.dtype.itemsize}")
+    difference = (_ordered(new) - _ordered(old)).view(signed)
+    one = old.dtype.type(1)
+    towards = (difference >> _sign_shift(old.dtype)) ^ (old.view(signed) >> _sign_shift(old.dtype))
+    return ((np.abs(difference).view(old.dtype) - one) << one) | (towards.view(old.dtype) & one)
 
 
 def apply_steps(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """The new bit patterns of `old` after `steps` of `steps_between`."""
-    bits = old.dtype.itemsize * 8
-    magnitude = (steps >> 1) + 1
-    ordered = _ordered(old) + np.where((steps & 1).astype(bool) != _is_negative(old), -magnitude, magnitude)
-    ordered &= (np.int64(1) << bits) - 1
-    half = np.int64(1) << (bits - 1)
-    return np.where(ordered >= half, ordered - half, 2 * half - 1 - ordered).astype(old.dtype)
-
-
-def _is_negative(values: np.ndarray) -> np.ndarray:
-    return values >= values.dtype.type(1 << (values.dtype.itemsize * 8 - 1))
+    one = old.dtype.type(1)
+    backwards = (steps & one) ^ (old >> old.dtype.type(_sign_shift(old.dtype)))
+    change = (steps >> one) + one
+    ordered = _ordered(old) + ((change ^ -backwards) + backwards)
+    signed = np.dtype(f"i{old.dtype.itemsize}")
+    negative = ~(ordered.view(signed) >> _sign_shift(old.dtype)).view(old.dtype)
+    return ordered ^ (negative | _top_bit(old.dtype))
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
-    """Sign-magnitude patterns to int64, in the order of their numbers; -0 comes just before +0."""
-    bits = values.dtype.itemsize * 8
-    if bits <= 16:
-        return _ordered_table(bits)[values]
-    return _compute_ordered(values.astype(np.int64), bits)
+    """Sign-magnitude patterns to unsigned integers in the order of their numbers; -0 comes just before +0."""
+    signed = np.dtype(f"i{values.dtype.itemsize}")
+    negative = (values.view(signed) >> _sign_shift(values.dtype)).view(values.dtype)
+    return values ^ (negative | _top_bit(values.dtype))
 
 
-def _compute_ordered(patterns: np.ndarray, bits: int) -> np.ndarray:
-    half = np.int64(1) << (bits - 1)
-    return np.where(patterns < half, patterns + half, 2 * half - 1 - patterns)
+def _sign_shift(dtype: np.dtype) -> int:
+    return dtype.itemsize * 8 - 1
 
 
-@functools.cache
-def _ordered_table(bits: int) -> np.ndarray:
-    return _compute_ordered(np.arange(1 << bits, dtype=np.int64), bits)
+def _top_bit(dtype: np.dtype) -> np.integer:
+    return dtype.type(1 << _sign_shift(dtype))

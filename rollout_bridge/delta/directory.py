@@ -1,0 +1,123 @@
+"""Which element is the r-th of its class, and which rank in its class an element has.
+
+A class is a run of magnitudes between two boundaries; a directory holds the members of each as bits, and how
+many come before each word of 64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rollout_bridge.delta.classes import magnitudes
+
+_CHUNK = 1 << 19  # elements whose classes are found at once: a few passes stay within a core's cache
+_SLICE = 1 << 15  # changes looked up at once, for the same reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    """The members of each class of a flat array.
+
+    words uint64[classes, ceil(size / 64)]: bit i of word w stands for element 64 w + i. before int[classes,
+    words + 1]: members before each word, and in all.
+    """
+
+    words: np.ndarray
+    before: np.ndarray
+
+    @classmethod
+    def of(cls, old: np.ndarray, boundaries: np.ndarray) -> Directory:
+        """The directory of flat `old`, its classes split at ascending magnitudes `boundaries`.
+
+        Of one class, which needs none, only the size is kept.
+        """
+        if not len(boundaries):
+            return cls(np.zeros((1, 0), "<u8"), np.array([[old.size]]))
+        count = -(-old.size // 64)
+        words = np.zeros((len(boundaries) + 1, count), "<u8")
+        for begin in range(0, old.size, _CHUNK):
+            part = magnitudes(old[begin : begin + _CHUNK])
+            here = words[:, begin // 64 : begin // 64 + -(-part.size // 64)]
+            _fill(here.view(np.uint8), part, boundaries)
+        before = np.zeros((len(words), count + 1), np.int32 if old.size < 1 << 31 else np.int64)
+        for members, total in zip(words, before, strict=True):
+            np.cumsum(np.bitwise_count(members), out=total[1:])
+        return cls(words, before)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Members int64[classes] of each class."""
+        return self.before[:, -1].astype(np.int64)
+
+    def ranks(self, number: int, indices: np.ndarray) -> np.ndarray:
+        """Rank int64 among the members of class `number` of the ascending flat `indices`, all in it."""
+        if len(self.words) == 1:
+            return indices
+        ranks = np.empty_like(indices)
+        for begin in range(0, indices.size, _SLICE):
+            part = indices[begin : begin + _SLICE]
+            word = part >> 6
+            low = (np.uint64(1) << (part & 63).view(np.uint64)) - np.uint64(1)
+            inside = np.bitwise_count(self.words[number][word] & low)
+            np.add(self.before[number][word], inside, out=ranks[begin : begin + _SLICE])
+        return ranks
+
+    def positions(self, number: int, ranks: np.ndarray) -> np.ndarray:
+        """Flat position int64 of the ascending `ranks` of class `number`, each below its size.
+
+        The inverse of `ranks`. Source: S. Vigna, "Broadword implementation of rank/select queries" (2008),
+        section 3.
+        """
+        if len(self.words) == 1:
+            return ranks
+        before, words = self.before[number], self.words[number]
+        positions = np.empty_like(ranks)
+        for begin in range(0, ranks.size, _SLICE):
+            part = ranks[begin : begin + _SLICE]
+            low, high = np.searchsorted(before, part[[0, -1]].astype(before.dtype), side="right")
+            if part.size * _DENSE > part[-1] - part[0]:
+                counts = np.diff(before[low - 1 : high + 1])
+                word = np.repeat(np.arange(low - 1, high), counts)[part - before[low - 1]]
+            else:
+                word = np.searchsorted(before[low:high], part.astype(before.dtype), side="right") + (low - 1)
+            inside = _place_in_word(words[word], part - before[word])
+            np.add(word << 6, inside, out=positions[begin : begin + _SLICE])
+        return positions
+
+
+def _fill(octets: np.ndarray, magnitude: np.ndarray, boundaries: np.ndarray) -> None:
+    """Sets the bits uint8[classes, bytes] of the members of each class."""
+    used = -(-magnitude.size // 8)
+    below = np.zeros(used, np.uint8)
+    for number, boundary in enumerate(boundaries):
+        upper = np.packbits(magnitude < magnitude.dtype.type(boundary), bitorder="little")
+        np.bitwise_and(upper, ~below, out=octets[number, :used])
+        below = upper
+    everything = np.packbits(np.ones(magnitude.size, bool), bitorder="little")
+    np.bitwise_and(everything, ~below, out=octets[-1, :used])
+
+
+def _place_in_word(bits: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """The place int64 in each word of its set bit number `ranks`, from 0."""
+    rank = ranks.astype(np.uint64)
+    through = np.bitwise_count(bits.view(np.uint8)).view("<u8") * _EACH_BYTE  # byte i: bits set in bytes 0..i
+    passed = ((rank * _EACH_BYTE) | _EACH_TOP_BIT) - through & _EACH_TOP_BIT
+    shift = np.bitwise_count(passed).astype(np.uint64) << np.uint64(3)
+    rank -= (through << np.uint64(8)) >> shift & np.uint64(0xFF)
+    octet = bits >> shift & np.uint64(0xFF)
+    inside = _BIT_OF_RANK[(octet << np.uint64(3) | rank).view(np.int64)]
+    return shift.view(np.int64) + inside
+
+
+def _bit_of_rank() -> np.ndarray:
+    """uint8[256 * 8]: the place in a byte of its set bit number r, at 8 * byte + r."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.argsort(1 - bits, axis=1, kind="stable").astype(np.uint8).reshape(-1)
+
+
+_DENSE = 8  # members a selected rank from which listing the word of every member beats searching
+_EACH_BYTE = np.uint64(0x0101010101010101)
+_EACH_TOP_BIT = np.uint64(0x8080808080808080)
+_BIT_OF_RANK = _bit_of_rank()

@@ -1,0 +1,188 @@
+"""Where elements change, class after class: what the two ways of coding an update have in common.
+
+Header: [exponent start, u8, if elements are wider than a byte] [partition mask, u16], both only where there
+is more than one class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from rollout_bridge.delta import classes, models, symbols
+from rollout_bridge.delta.directory import Directory
+from rollout_bridge.delta.errors import DeltaError
+from rollout_bridge.delta.octets import Reader
+
+_SAMPLE = 1 << 17  # changed elements from which a partition is chosen
+_MODEL_BITS = 18.0  # about what describing one more class costs
+_SORT_UP_TO = 24  # elements a change from which sorting the changes beats looking at every element
+_CHUNK = 1 << 19  # elements merged at once: they stay within a core's cache
+_LARGE = 1 << 18  # elements of an array that takes noticeable time
+_TIME_SHARE = 0.004  # part of a large update that telling one more class apart has to save: it costs a pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Changed elements class after class.
+
+    start, mask: what describes the partition. sizes, moved: elements of each class, and those that change.
+    order: sorts the changed elements by class. ranks int64: where they stand in their classes, in that order.
+    """
+
+    start: int
+    mask: int
+    sizes: np.ndarray
+    moved: np.ndarray
+    order: np.ndarray | slice
+    ranks: np.ndarray
+
+    def header(self, itemsize: int) -> bytes:
+        """The description of the partition; nothing when there is one class."""
+        if not self.mask:
+            return b""
+        return (bytes([self.start]) if itemsize > 1 else b"") + self.mask.to_bytes(2, "little")
+
+    def gaps(self) -> np.ndarray:
+        """Unchanged elements int64 of the class passed before each changed one."""
+        gaps = np.empty_like(self.ranks)
+        gaps[:1] = self.ranks[:1]
+        np.subtract(self.ranks[1:], self.ranks[:-1], out=gaps[1:])
+        gaps[1:] -= 1
+        firsts = (np.cumsum(self.moved) - self.moved)[self.moved > 0]
+        gaps[firsts] = self.ranks[firsts]
+        return gaps
+
+
+def of_whole(indices: np.ndarray, size: int) -> Places:
+    """One class: positions are the flat `indices` themselves."""
+    return Places(0, 0, np.array([size]), np.array([indices.size]), slice(None), indices)
+
+
+def of_ranks(old_values: np.ndarray, ranks: classes.ClassRanks) -> Places:
+    """All classes, from where a writer says that the changed elements stand in them."""
+    fine = classes.fine_classes(old_values, ranks.start)
+    order = np.argsort(fine, kind="stable")
+    moved = np.bincount(fine, minlength=classes.CLASSES)
+    in_class = np.asarray(ranks.ranks, np.int64)[order]
+    return Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, order, in_class)
+
+
+class Effort(enum.Enum):
+    """How many classes to tell apart: two, which takes little time, or all that make an update smaller."""
+
+    two = enum.auto()
+    all = enum.auto()
+
+
+def by_class(
+    indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, old: np.ndarray, effort: Effort
+) -> Places:
+    """The changes under the partition that makes the update of flat `old` smallest.
+
+    A large array is told apart more finely only where that saves enough to be worth the time.
+    """
+    start = classes.exponents_start(old)
+    fine = classes.fine_classes(old_values, start)
+    mask = _partition(old, start, fine, old_values, new_values, effort)
+    of_class = classes.merged_classes(fine, mask)
+    order = np.argsort(of_class, kind="stable")
+    directory = Directory.of(old, classes.used_boundaries(mask, old.dtype.itemsize, start))
+    moved = np.bincount(of_class, minlength=len(directory.words))
+    parts = np.split(indices[order], np.cumsum(moved)[:-1])
+    ranks = [directory.ranks(number, part) for number, part in enumerate(parts)]
+    return Places(start, mask, directory.sizes, moved, order, np.concatenate(ranks))
+
+
+def read_directory(reader: Reader, old: np.ndarray, *, partitioned: bool) -> Directory:
+    """The directory of flat `old` under the partition that `Places.header` describes."""
+    if not partitioned:
+        return Directory.of(old, np.empty(0, np.int64))
+    start = reader.byte() if old.dtype.itemsize > 1 else 0
+    mask = reader.byte() | reader.byte() << 8
+    if mask >> (classes.CLASSES - 1):
+        raise DeltaError(f"partition {mask:#x} has boundaries past the last class; the blob is damaged")
+    boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
+    return Directory.of(old, np.minimum(boundaries, np.iinfo(old.dtype).max))
+
+
+def find(directory: Directory, gaps: list[np.ndarray]) -> list[np.ndarray]:
+    """Flat positions int64 of the changed elements of each class, from their `gaps` int64.
+
+    DeltaError where one lies past the end of its class.
+    """
+    found = []
+    for number, (size, part) in enumerate(zip(directory.sizes.tolist(), gaps, strict=True)):
+        if not part.size:
+            found.append(part)
+            continue
+        if part.max() >= size:
+            raise DeltaError("a decoded gap is out of range; the blob is damaged")
+        ranks = np.cumsum(part)
+        ranks += np.arange(part.size)
+        if ranks[-1] >= size:
+            raise DeltaError(
+                "a changed element lies past the end of its class; the blob is of another array, or damaged"
+            )
+        found.append(directory.positions(number, ranks))
+    return found
+
+
+def ascending(
+    indices: list[np.ndarray], values: list[np.ndarray], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The changes of several classes of an array of `size`, each ascending, as one ascending list."""
+    joined, new = np.concatenate(indices), np.concatenate(values)
+    if sum(1 for part in indices if part.size) < 2:
+        return joined, new
+    if joined.size * _SORT_UP_TO < size:
+        order = np.argsort(joined, kind="stable")
+        return joined[order], new[order]
+    starts = np.arange(0, size + _CHUNK, _CHUNK)
+    edges = [np.searchsorted(part, starts) for part in indices]
+    joined, new = np.empty_like(joined), np.empty_like(new)
+    changed, by_place = np.zeros(_CHUNK, bool), np.empty(_CHUNK, new.dtype)
+    filled = 0
+    for chunk, begin in enumerate(starts[:-1].tolist()):
+        for part, value, edge in zip(indices, values, edges, strict=True):
+            here = slice(edge[chunk], edge[chunk + 1])
+            local = part[here] - begin
+            changed[local] = True
+            by_place[local] = value[here]
+        found = np.flatnonzero(changed)
+        changed[found] = False
+        np.add(found, begin, out=joined[filled : filled + found.size])
+        new[filled : filled + found.size] = by_place[found]
+        filled += found.size
+    return joined, new
+
+
+def _partition(
+    old: np.ndarray,
+    start: int,
+    fine: np.ndarray,
+    old_values: np.ndarray,
+    new_values: np.ndarray,
+    effort: Effort,
+) -> int:
+    bits = old.dtype.itemsize * 8
+    stride = max(1, fine.size // _SAMPLE)
+    steps = symbols.symbols_of(symbols.steps_between(old_values[::stride], new_values[::stride]))
+    keys = fine[::stride].astype(np.int64) * models.ALPHABET + steps
+    joint = np.bincount(keys, minlength=classes.CLASSES * models.ALPHABET)
+    histograms = joint.reshape(classes.CLASSES, models.ALPHABET) * stride
+    changed = np.bincount(fine, minlength=classes.CLASSES)
+    used = np.flatnonzero(histograms.any(axis=0))
+    family_costs = histograms[:, used] @ models.step_costs(bits)[:, used].T
+    sums = np.concatenate([np.zeros((1, family_costs.shape[1])), np.cumsum(family_costs, axis=0)])
+    value_bits = (sums[None, 1:] - sums[:-1, None]).min(axis=-1)
+    counts = classes.estimate_counts(old, start, changed)
+    if effort is Effort.two:
+        return classes.choose_boundary(counts, changed, value_bits)
+    class_bits = _MODEL_BITS
+    if old.size > _LARGE:
+        every = classes.coded_bits(counts, changed, value_bits, classes.ALL_CLASSES)
+        class_bits = max(class_bits, _TIME_SHARE * every)
+    return classes.choose_partition(counts, changed, value_bits, class_bits)
