@@ -41,9 +41,10 @@ def load_parameters(
         raise HuggingFaceError(
             checkpoint.directory, [f"{path}: the model has it, its tensor names do not" for path in unknown]
         )
-    params = {path: _fill(checkpoint, groups[path], shapes[path], shardings[path]) for path in shapes}
-    finite = jax.device_get(_all_finite(params))
-    if bad := sorted(path for path, value in finite.items() if not value):
+    params, bad_pieces = {}, {}
+    for path, shape in shapes.items():
+        params[path], bad_pieces[path] = _fill(checkpoint, groups[path], shape, shardings[path])
+    if bad := sorted(path for path, value in jax.device_get(_any(bad_pieces)).items() if value):
         raise HuggingFaceError(
             checkpoint.directory, [f"{path}: holds NaN or infinity; download it again" for path in bad]
         )
@@ -56,8 +57,11 @@ def _fill(
     group: tuple[TensorSource, ...],
     shape: jax.ShapeDtypeStruct,
     sharding: NamedSharding,
-) -> jax.Array:
-    """One stacked parameter. A step writes position `local` of the leading axes of every shard at once."""
+) -> tuple[jax.Array, jax.Array]:
+    """One stacked parameter, and whether each device saw a number that is not finite (bool [devices]).
+
+    A step writes position `local` of the leading axes of every shard at once.
+    """
     lead = len(leading_shape(group))
     shard_lead = sharding.shard_shape(shape.shape)[:lead]
     blocks = tuple(whole // part for whole, part in zip(shape.shape, shard_lead, strict=False))
@@ -71,6 +75,7 @@ def _fill(
     write = _writer(sharding, piece_sharding, lead, group[0].transpose)
 
     buffer = _zeros(shape.shape, shape.dtype, sharding)
+    bad = _zeros((sharding.mesh.size,), jnp.bool_, NamedSharding(sharding.mesh, _each_device(sharding)))
     for local in np.ndindex(*shard_lead):
         origin = tuple(map(int, local))
 
@@ -78,9 +83,9 @@ def _fill(
             return by_index[tuple(b * n + i for b, n, i in zip(block, shard_lead, origin, strict=True))]
 
         piece = _piece(checkpoint, name_of, piece_shape, piece_sharding, lead)
-        buffer = write(buffer, piece, np.asarray(local, np.int32))
+        buffer, bad = write(buffer, bad, piece, np.asarray(local, np.int32))
         jax.block_until_ready(buffer)  # the host's copy of the piece is free again
-    return buffer
+    return buffer, bad
 
 
 def _piece(
@@ -109,28 +114,39 @@ def _piece(
 @lru_cache(maxsize=256)
 def _writer(
     sharding: NamedSharding, piece_sharding: NamedSharding, lead: int, transpose: bool
-) -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]:
-    """Writes a piece into each shard at a local position; communicates nothing; the buffer is donated."""
+) -> Callable[[jax.Array, jax.Array, jax.Array, np.ndarray], tuple[jax.Array, jax.Array]]:
+    """Writes a piece into each shard at a local position, and notes whether it is finite.
 
-    def write(buffer: jax.Array, piece: jax.Array, local: jax.Array) -> jax.Array:
+    Communicates nothing; the buffers are donated.
+    """
+
+    def write(
+        buffer: jax.Array, bad: jax.Array, piece: jax.Array, local: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        bad |= ~jnp.isfinite(piece).all()
         piece = piece.swapaxes(-1, -2) if transpose else piece
         start = (*(local[axis] for axis in range(lead)), *([0] * (buffer.ndim - lead)))
-        return jax.lax.dynamic_update_slice(buffer, piece.astype(buffer.dtype), start)
+        return jax.lax.dynamic_update_slice(buffer, piece.astype(buffer.dtype), start), bad
 
     mapped = jax.shard_map(
         write,
         mesh=sharding.mesh,
-        in_specs=(sharding.spec, piece_sharding.spec, PartitionSpec()),
-        out_specs=sharding.spec,
+        in_specs=(sharding.spec, _each_device(sharding), piece_sharding.spec, PartitionSpec()),
+        out_specs=(sharding.spec, _each_device(sharding)),
         check_vma=False,
     )
-    return jax.jit(mapped, donate_argnums=0)
+    return jax.jit(mapped, donate_argnums=(0, 1))
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 
+def _each_device(sharding: NamedSharding) -> PartitionSpec:
+    """Of an array with one element a device."""
+    return PartitionSpec(sharding.mesh.axis_names)
+
+
 @jax.jit
-def _all_finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {path: jnp.isfinite(value).all() for path, value in params.items()}
+def _any(flags: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: value.any() for path, value in flags.items()}
