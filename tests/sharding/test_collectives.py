@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.collectives import collectives, report, totals
 from sharding.errors import ShardingError
+from sharding.inspect import assert_sharded
 from sharding.mesh import MeshSpec
 from sharding.rules import ShardingRules
 from sharding.tree import shard
@@ -90,6 +91,36 @@ def test_fsdp_gathers_weights_and_reduces_gradients(single_device):
     # Two gradients a layer are reduced, and the loss, by whichever kind the compiler prefers.
     assert sum(payload.values()) == 2 * LAYERS * weight + 4
     assert payload.keys() <= {"all-reduce", "reduce-scatter"}
+
+
+def test_explicit_axes_gather_where_the_model_says_so(single_device):
+    """With shardings in types the gather is written down, and the numbers and axes are the same."""
+    mesh = MeshSpec({"fsdp": 8}, axis_type=AxisType.Explicit).build()
+    gathered = jax.tree.map(lambda _: P(), AXES, is_leaf=lambda node: isinstance(node, tuple))
+
+    def explicit_step(params, x):
+        def loss(params):
+            def layer(x, weights):
+                weights = jax.tree.map(jax.sharding.reshard, weights, gathered)
+                return jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params, x = inputs()
+    rules = ShardingRules({"layer": None, "embed": "fsdp", "mlp": None})
+    shardings = rules.shardings(AXES, params, mesh)
+    params, x = shard(params, shardings), shard(x, NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(explicit_step, out_shardings=(shardings, None)).lower(params, x).compile()
+        result = compiled(params, x)
+    assert_sharded(result[0], shardings)
+    check_equal(result, single_device)
+    table = by_axes(collectives(compiled))
+    assert table.keys() == {("fsdp",)}
+    assert table[("fsdp",)]["all-gather"] == 2 * LAYERS
 
 
 def test_tensor_parallel_reduces_activations_over_its_axis(mesh, single_device):

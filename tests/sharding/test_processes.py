@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from sharding import processes
 from sharding.errors import ProcessesError
+from sharding.mesh import MeshSpec
+from tests.sharding import training_program
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("processes_program.py")
+TRAINING = Path(training_program.__file__)
 
 
 def free_port() -> int:
@@ -36,11 +40,10 @@ def start(*command: str) -> subprocess.Popen:
     )
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict]:
-    """What each of two processes saw, by process id."""
+def run_two(program: Path) -> list[dict]:
+    """The last line that each of two processes of a program prints, by process id."""
     address = f"127.0.0.1:{free_port()}"
-    running = [start(str(PROGRAM), address, str(process)) for process in (0, 1)]
+    running = [start(str(program), address, str(process)) for process in (0, 1)]
     try:
         outputs = [process.communicate(timeout=180) for process in running]
     finally:
@@ -49,6 +52,22 @@ def two() -> list[dict]:
     for process, (_, errors) in zip(running, outputs, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict]:
+    """What each of two processes saw, by process id."""
+    return run_two(PROGRAM)
+
+
+def test_two_processes_train_with_fsdp_across_them_as_one_does():
+    """Weights, momentum and batch are split over both; each reads its half of the rows."""
+    alone = training_program.train(MeshSpec({"fsdp": -1}).build())
+    assert alone["losses"][2] < 0.9 * alone["losses"][0]
+    for found in run_two(TRAINING):
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-6)
+        for name, value in alone["params"].items():
+            np.testing.assert_allclose(found["params"][name], value, atol=1e-6, err_msg=name)
 
 
 def test_two_processes_join(two):
