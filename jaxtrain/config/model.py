@@ -18,6 +18,7 @@ from jaxtrain.config.base import (
     section,
     setting,
 )
+from jaxtrain.config.checkpoint import fill_from_checkpoint
 from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
 from jaxtrain.models.architectures.base import REQUIRED, complete
 from jaxtrain.models.architectures.registry import ARCHITECTURES, write_config
@@ -32,6 +33,11 @@ class ModelSection(Section):
     """
 
     preset: str | None = setting(None, "a model by name; without one every field below is explicit")
+    checkpoint: str | None = setting(
+        None,
+        "weights to start from: a Hugging Face directory, an imported model or runs/NAME, whose config.json "
+        "gives every field of the architecture; None: random weights",
+    )
     architecture: str = setting(
         "glm4_moe", "family by Hugging Face model_type: what the layers are, and the names of saved tensors"
     )
@@ -88,6 +94,8 @@ class ModelSection(Section):
         """Preset, then what the architecture has when nothing is said."""
         if not isinstance(values, dict):
             return values
+        if values.get("checkpoint") is not None:
+            values = fill_from_checkpoint(values)
         if values.get("preset") is not None:
             values = _preset(values["preset"]) | values
         name = values.get("architecture", "glm4_moe")

@@ -16,10 +16,13 @@ from typing import Any
 import optax
 from transformers import AutoTokenizer
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.model import MeshSection
 from jaxtrain.config.optimization import OptimizerSection
 from jaxtrain.config.schema import ExperimentConfig
 from jaxtrain.data import tokenizer as task_tokenizer
+from jaxtrain.huggingface.layout import TOKENIZER, companions_directory, copy_companions, write_config
+from jaxtrain.huggingface.saved import SavedModel, open_model
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim.muon import MuonConfig
@@ -29,7 +32,14 @@ from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.step import StepInputs, StepMetrics, Sums, TrainState
-from jaxtrain.training.trainer import Placement, compile_apply, initial_state, place, sharded_shapes
+from jaxtrain.training.trainer import (
+    Placement,
+    compile_apply,
+    initial_state,
+    place,
+    sharded_shapes,
+    state_of,
+)
 from rollout_bridge.rollouts.environments import registry as environments
 from rollout_bridge.rollouts.environments.base import Environment
 from sharding import processes
@@ -87,10 +97,16 @@ class Context:
     checkpoints: Checkpointer
     metrics: MetricsWriter
     stop: threading.Event
+    start: SavedModel | None = None  # weights that a new run begins with
 
     def restore_or_initialize(self) -> tuple[TrainState, Progress]:
-        """The newest checkpoint, or random parameters."""
+        """The newest checkpoint, or the weights of `model.checkpoint`, or random ones."""
         step = self.checkpoints.latest()
+        if step is None and self.start is not None:
+            shardings = {**self.placement.state.params, **self.placement.state.buffers}
+            values = self.start.load(self.definition.shapes, shardings)
+            log.info("starting from the weights in %s", self.start.source)
+            return state_of(values, self.optimizer, self.placement), Progress()
         state = initial_state(self.definition, self.optimizer, self.placement, seed=self.config.seed)
         if step is None:
             return state, Progress()
@@ -132,10 +148,11 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     processes.initialize()
     mesh = mesh_spec(config.mesh).build()
     environment = environments.create(config.environment.name, config.environment.arguments(seed=config.seed))
+    start = open_model(Path(config.model.checkpoint)) if config.model.checkpoint is not None else None
     tokenizer_dir = ensure_tokenizer(config, environment, run_dir)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     hf_config = config.model.hf_config(
-        vocab_size=-(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        vocab_size=vocabulary_size(len(tokenizer), start),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -160,6 +177,8 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         save_interval_steps=config.checkpoint.every_steps,
     )
     placement = place(definition, optimizer, mesh)
+    if processes.process_index() == 0:
+        write_config(run_dir, hf_config)  # what `jaxtrain export` reads beside the checkpoints
     return Context(
         config=config,
         environment=environment,
@@ -173,14 +192,41 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         checkpoints=checkpoints,
         metrics=MetricsWriter(run_dir, restored_step=checkpoints.latest()),
         stop=stop,
+        start=start,
     )
 
 
+def vocabulary_size(tokens: int, start: SavedModel | None) -> int:
+    """Rows of the embedding: those of given weights, or enough for the tokenizer's `tokens`."""
+    if start is None:
+        return -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    size = int(start.hf_config["vocab_size"])
+    if tokens > size:
+        raise ConfigError(
+            [
+                f"tokenizer.path: its {tokens} tokens are more than the {size} rows of the embedding in "
+                f"{start.source}; use the tokenizer the model was trained with"
+            ]
+        )
+    return size
+
+
 def ensure_tokenizer(config: ExperimentConfig, environment: Environment, run_dir: Path) -> Path:
-    """The configured tokenizer directory, or one built once from the environment's training prompts."""
-    if config.tokenizer.path is not None:
-        return Path(config.tokenizer.path)
-    directory = run_dir / "tokenizer"
+    """A tokenizer's directory: the configured one, that of the given weights, or one built once from the
+    environment's training prompts. The run keeps a copy, which an export carries over.
+    """
+    directory = run_dir / TOKENIZER
+    given = config.tokenizer.path
+    if given is None and config.model.checkpoint is not None:
+        given = companions_directory(Path(config.model.checkpoint))
+        if not (given / "tokenizer_config.json").exists():
+            raise ConfigError(
+                [f"tokenizer.path: {given} has no tokenizer_config.json; name a tokenizer's directory"]
+            )
+    if given is not None:
+        if processes.process_index() == 0:
+            copy_companions(Path(given), directory)
+        return Path(given)
     if not (directory / "tokenizer.json").exists():
         count = min(environment.size, TOKENIZER_PROMPTS)
         prompts = (m["content"] for i in range(count) for m in environment.task(i).messages)

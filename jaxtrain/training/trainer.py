@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -112,7 +112,13 @@ def initial_state(
 ) -> TrainState:
     """Random parameters and empty optimizer state, each created on its own shard."""
     shardings = {**placement.state.params, **placement.state.buffers}
-    values = initialize(definition.config, seed=seed, shardings=shardings)
+    return state_of(initialize(definition.config, seed=seed, shardings=shardings), optimizer, placement)
+
+
+def state_of(
+    values: Mapping[str, jax.Array], optimizer: optax.GradientTransformation, placement: Placement
+) -> TrainState:
+    """Given parameters and buffers by path, on their shards, with empty optimizer state."""
     params = {path: values[path] for path in placement.state.params}
     optimizer_state = jax.jit(optimizer.init, out_shardings=placement.state.optimizer)(params)
     buffers = {path: values[path] for path in placement.state.buffers}
