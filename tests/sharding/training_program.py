@@ -1,7 +1,7 @@
 """A plain jax model trained with weights and momentum over all devices.
 
-`python training_program.py COORDINATOR ID` is one of two processes of four devices; it prints what it ended with
-as one JSON line.
+`python training_program.py COORDINATOR ID` is one of two processes of four devices; it prints what it ended
+with as one JSON line.
 """
 
 from __future__ import annotations
