@@ -50,7 +50,7 @@ def export(
     """
     shard_bytes = shard_size(max_shard_size)
     log_to_stderr()
-    from jaxtrain.huggingface.checkpoint import HuggingFaceError
+    from jaxtrain.huggingface.errors import HuggingFaceError
     from jaxtrain.huggingface.export import ExportFormat
     from jaxtrain.huggingface.layout import DestinationError
     from jaxtrain.huggingface.reading import TruncatedError

@@ -32,7 +32,8 @@ def import_(
     A recipe can also start from SOURCE itself: `model.checkpoint: SOURCE`.
     """
     log_to_stderr()
-    from jaxtrain.huggingface.checkpoint import HuggingFaceError, open_checkpoint
+    from jaxtrain.huggingface.checkpoint import open_checkpoint
+    from jaxtrain.huggingface.errors import HuggingFaceError
 
     if check:
         with naming(HuggingFaceError):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.base import rejection
-from jaxtrain.huggingface.checkpoint import HuggingFaceError, read_config
+from jaxtrain.huggingface.errors import HuggingFaceError
+from jaxtrain.huggingface.layout import read_config
 from jaxtrain.models.architectures.registry import ARCHITECTURES
 from jaxtrain.models.config import ModelConfig, ModelConfigError
 

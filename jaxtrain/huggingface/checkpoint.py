@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.huggingface.errors import HuggingFaceError
 from jaxtrain.huggingface.headers import StoredTensor, read_headers
+from jaxtrain.huggingface.layout import read_config
 from jaxtrain.huggingface.reading import BLOCK, READABLE, dequantize_rows, read_rows
 from jaxtrain.models.config import ModelConfig, ModelConfigError
 from rollout_bridge import names
@@ -22,15 +23,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = (".rotary_emb.inv_freq",)  # older exports store what is computed from rope_theta
 LISTED = 20  # problems of one kind that are printed
 _COMPARED = 1 << 24  # bytes at a time
-
-
-class HuggingFaceError(ValueError):
-    """A directory cannot be imported; every problem is a line of the message and an entry of `problems`."""
-
-    def __init__(self, directory: Path, problems: list[str]) -> None:
-        self.problems = problems
-        heading = f"{directory}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n  ".join([heading, *problems]))
 
 
 @dataclass(frozen=True)
@@ -52,20 +44,6 @@ class HuggingFaceCheckpoint:
         if tensor.dtype == "F8_E4M3":
             return dequantize_rows(tensor, self.tensors[scale_name(name)], start, stop)
         return read_rows(tensor, start, stop)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory. Raises `HuggingFaceError`."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise HuggingFaceError(directory, [f"{path}: no such file; name a model's directory"]) from None
-    except ValueError as error:
-        raise HuggingFaceError(directory, [f"{path}: not JSON: {error}"]) from None
-    if not isinstance(config, dict):
-        raise HuggingFaceError(directory, [f"{path}: holds {type(config).__name__}, expected an object"])
-    return config
 
 
 def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:

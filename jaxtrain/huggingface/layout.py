@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.huggingface.errors import HuggingFaceError
+
 CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer", "checkpoints"
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -51,6 +53,20 @@ def copy_companions(source: Path, destination: Path) -> None:
     for path in companions(source):
         if not (destination / path.name).exists():
             shutil.copyfile(path, destination / path.name)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a directory. Raises `HuggingFaceError`."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise HuggingFaceError(directory, [f"{path}: no such file; name a model's directory"]) from None
+    except ValueError as error:
+        raise HuggingFaceError(directory, [f"{path}: not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise HuggingFaceError(directory, [f"{path}: holds {type(config).__name__}, expected an object"])
+    return config
 
 
 def write_config(directory: Path, hf_config: Mapping[str, Any]) -> None:

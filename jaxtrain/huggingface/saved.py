@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint, read_config
+from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint
 from jaxtrain.huggingface.export import SHARD_BYTES, ExportFormat, export
 from jaxtrain.huggingface.layout import (
     CHECKPOINTS,
@@ -21,6 +21,7 @@ from jaxtrain.huggingface.layout import (
     companions_directory,
     copy_companions,
     is_hugging_face,
+    read_config,
     write_config,
     written_whole,
 )

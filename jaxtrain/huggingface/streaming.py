@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, HuggingFaceError
+from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint
+from jaxtrain.huggingface.errors import HuggingFaceError
 from rollout_bridge.names.base import TensorSource, leading_shape, paths
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,14 @@
+"""What is wrong with a directory, all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class HuggingFaceError(ValueError):
+    """A directory cannot be imported; every problem is a line of the message and an entry of `problems`."""
+
+    def __init__(self, directory: Path, problems: list[str]) -> None:
+        self.problems = problems
+        heading = f"{directory}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n  ".join([heading, *problems]))
