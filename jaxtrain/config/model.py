@@ -84,6 +84,9 @@ class ModelSection(Section):
     expert_implementation: Literal["auto", "dense", "blocks", "ragged"] = setting(
         "auto", "how expert matmuls are grouped; auto picks by the device"
     )
+    attention_implementation: Literal["auto", "xla", "chunked", "cudnn", "splash"] = setting(
+        "auto", "cuDNN on GPU, splash on TPU; chunked needs memory linear in the sequence, anywhere"
+    )
     remat: Literal["none", "full", "dots"] = setting(
         "none", "what the backward pass recomputes: nothing, whole layers, or all but matmul outputs"
     )
@@ -190,7 +193,8 @@ class MeshAxes(Section):
 
     data: int = setting(1, "replicas of the parameters")
     fsdp: int = setting(1, "shards of parameters and optimizer state, gathered layer by layer")
-    expert: int = setting(1, "groups of experts")
+    expert: int = setting(1, "groups of experts; rows are split over it as well")
+    context: int = setting(1, "parts of each sequence; for sequences too long for one device")
     tensor: int = setting(1, "shards of heads and MLP width")
 
     @model_validator(mode="after")
