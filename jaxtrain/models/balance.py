@@ -40,7 +40,7 @@ def sequence_balance(routing: Routing, segment_ids_BS: jax.Array, config: ModelC
     valid_BS = (segment_ids_BS > 0).astype(jnp.float32)
     tokens_B = jnp.maximum(valid_BS.sum(-1), 1.0)
     e, k = config.n_routed_experts, config.num_experts_per_tok
-    chosen_BSE = jax.nn.one_hot(routing.ids, e, dtype=jnp.float32).sum(1).reshape(b, s, e)
+    chosen_BSE = jax.nn.one_hot(routing.ids, e, dtype=jnp.float32).sum(-2).reshape(b, s, e)
     share_BSE = (routing.scores / (routing.scores.sum(-1, keepdims=True) + 1e-20)).reshape(b, s, e)
     f_BE = jnp.einsum("BSE,BS->BE", chosen_BSE, valid_BS) * (e / k) / tokens_B[:, None]
     p_BE = jnp.einsum("BSE,BS->BE", share_BSE, valid_BS) / tokens_B[:, None]
@@ -52,8 +52,8 @@ def statistics(
 ) -> RouterStatistics | None:
     if routing is None:
         return None
-    valid_N = segment_ids_BS.reshape(-1) > 0
+    valid = segment_ids_BS.reshape(routing.ids.shape[:-1]) > 0
     return RouterStatistics(
-        counts=expert_counts(routing.ids, valid_N, num_experts=config.n_routed_experts),
+        counts=expert_counts(routing.ids, valid, num_experts=config.n_routed_experts),
         balance=sequence_balance(routing, segment_ids_BS, config),
     )

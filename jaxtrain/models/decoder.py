@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from jaxtrain.models.attention_kernels import document_mask
+from jaxtrain.models.attention_kernels import documents
 from jaxtrain.models.balance import RouterStatistics, statistics
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.layers import Layers, scan_layers
 from jaxtrain.models.norm import rms_norm
 from jaxtrain.models.parameters import normal, ones, parameter
+from jaxtrain.models.placement import constrain
 from jaxtrain.models.rope import rotation
 
 
@@ -29,6 +31,8 @@ class Cache:
 
 
 class Decoder(nnx.Module):
+    mesh: Mesh | None = None  # set by Definition.bind
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         v, d, std = config.vocab_size, config.hidden_size, config.initializer_range
@@ -45,14 +49,15 @@ class Decoder(nnx.Module):
         self, tokens_BS: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array
     ) -> tuple[jax.Array, RouterStatistics]:
         """Final hidden states [B, S, D] (after the norm) of packed documents; segment id 0 is padding."""
-        mask = document_mask(segment_ids_BS)
+        packed = documents(segment_ids_BS, self.config.attention_implementation, mesh=self.mesh)
         cos_sin = self._rotation(positions_BS)
-        x = self._embed(tokens_BS)
+        x = constrain(self._embed(tokens_BS), self.mesh)
 
         def body(layer: Layers, x: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
             normed = rms_norm(x, layer.input_norm[...], eps=self.config.rms_norm_eps)
             q, k, v = layer.attention.project(normed, *cos_sin)
-            x, routing = layer.feed_forward(x + layer.attention.attend(q, k, v, mask))
+            x, routing = layer.feed_forward(x + layer.attention.attend_documents(q, k, v, packed))
+            x = constrain(x, self.mesh)
             return x, statistics(routing, segment_ids_BS, self.config)
 
         for stack in self._stacks():

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.config import ModelConfig, Remat
+from jaxtrain.models.expert_parallel import parallel_experts
 from jaxtrain.models.experts import Experts
 from jaxtrain.models.mlp import SwiGLU
 from jaxtrain.models.norm import rms_norm
@@ -19,6 +21,8 @@ from jaxtrain.models.router import Router, Routing
 class MoE(nnx.Module):
     """Router, routed experts and shared experts."""
 
+    mesh: Mesh | None = None  # set by Definition.bind
+
     def __init__(self, rngs: nnx.Rngs, config: ModelConfig, layers: int) -> None:
         self.config = config
         self.router = Router(rngs, config, layers)
@@ -28,12 +32,31 @@ class MoE(nnx.Module):
             self.shared = SwiGLU(rngs, layers, config.hidden_size, hidden, stddev=config.initializer_range)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing]:
+        """[B, S, D], and the routing of N = B * S tokens; on a mesh its arrays keep [B, S] apart."""
+        if self.mesh is not None:
+            return self._on_mesh(x_BSD, self.mesh)
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         routing = self.router(x_ND)
         out = self.experts(x_ND, routing)
         if self.config.n_shared_experts:
             out = out + self.shared(x_ND)
         return out.reshape(x_BSD.shape), routing
+
+    def _on_mesh(self, x_BSD: jax.Array, mesh: Mesh) -> tuple[jax.Array, Routing]:
+        """Rows and sequence are split over different axes, so flattening them would move tokens about."""
+        routing = jax.vmap(self.router)(x_BSD)
+        kernels = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
+        out = parallel_experts(
+            x_BSD,
+            routing.ids,
+            routing.weights,
+            *(kernel[...].astype(x_BSD.dtype) for kernel in kernels),
+            mesh=mesh,
+            implementation=self.config.expert_implementation,
+        )
+        if self.config.n_shared_experts:
+            out = out + self.shared(x_BSD)
+        return out, routing
 
 
 class Layers(nnx.Module):

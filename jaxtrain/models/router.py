@@ -59,10 +59,10 @@ class Router(nnx.Module):
         return Routing(ids=ids_Nk, weights=weights_Nk * config.routed_scaling_factor, scores=scores_NE)
 
 
-def expert_counts(ids_Nk: jax.Array, valid_N: jax.Array, *, num_experts: int) -> jax.Array:
-    """How many valid tokens chose each expert, float32 [E]."""
-    chosen_NkE = jax.nn.one_hot(ids_Nk, num_experts, dtype=jnp.float32)
-    return jnp.einsum("NkE,N->E", chosen_NkE, valid_N.astype(jnp.float32))
+def expert_counts(ids: jax.Array, valid: jax.Array, *, num_experts: int) -> jax.Array:
+    """How many valid tokens chose each expert, float32 [E], of ids [..., k] and valid [...]."""
+    chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32).sum(-2)
+    return jnp.tensordot(valid.astype(jnp.float32), chosen, axes=valid.ndim)
 
 
 def correction_bias_update(counts_LE: jax.Array, *, rate: jax.Array | float) -> jax.Array:
