@@ -64,7 +64,7 @@ def _message(
     others: Mapping[str, type[Section]],
 ) -> str:
     kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
-    if kind == "cross_field":
+    if kind in {"cross_field", "own_words"}:
         return context["message"]
     if kind == "extra_forbidden":
         return _unknown_key(path, model, others)

@@ -92,15 +92,17 @@ def _read_tokens(value: Any) -> Any:
     try:
         return parse_tokens(value)
     except ValueError as error:
-        raise PydanticCustomError("tokens", "{message}", {"message": str(error)}) from None
+        raise _rejection(str(error)) from None
 
 
 def _check_rate(value: float | str) -> float | str:
     try:
-        for _, number in rate_steps(value):
-            parse_rate(str(number))
+        if isinstance(value, str):
+            parse_steps(value, parse_rate)
+        else:
+            parse_rate(f"{value:g}")
     except ValueError as error:
-        raise PydanticCustomError("rate", "{message}", {"message": str(error)}) from None
+        raise _rejection(f"{value!r}: {error}" if isinstance(value, str) else str(error)) from None
     return value
 
 
@@ -108,8 +110,13 @@ def _check_batches(value: str) -> str:
     try:
         parse_steps(value, parse_batch)
     except ValueError as error:
-        raise PydanticCustomError("batches", "{message}", {"message": str(error)}) from None
+        raise _rejection(f"{value!r}: {error}") from None
     return value
+
+
+def _rejection(message: str) -> PydanticCustomError:
+    """An error whose message already says what was found."""
+    return PydanticCustomError("own_words", "{message}", {"message": message})
 
 
 Tokens = Annotated[int, BeforeValidator(_read_tokens), Field(ge=0)]
