@@ -20,12 +20,13 @@ from jaxtrain.optim.newton_schulz import (
     Algorithm,
     Normalization,
     Polynomial,
-    factor_operations,
     floating_point_operations,
     gram_product,
     orthogonalize,
     polynomial_factor,
     scaled_by_factor,
+    step_factor,
+    undivided_operations,
 )
 
 
@@ -100,21 +101,21 @@ def orthogonalize_blocks(
     """Orthogonalises whole matrices, given and returned as this device's block of each.
 
     Each matrix goes to one device, unless there are so few that sharing each among all takes less time, as
-    with an output head; sharing needs the `gram` algorithm.
+    with an output head.
     """
-    if algorithm is Algorithm.gram and _sharing_is_faster(x_Nab.shape, where, steps=len(polynomials)):
-        return _shared(x_Nab, where, polynomials, normalization=normalization, dtype=dtype)
     how: dict[str, Any] = {"algorithm": algorithm, "normalization": normalization, "dtype": dtype}
+    if sharing_is_faster(x_Nab.shape, where, steps=len(polynomials), algorithm=algorithm):
+        return _shared(x_Nab, where, polynomials, **how)
     return _owned(x_Nab, where, lambda x_NAB: orthogonalize(x_NAB, polynomials, **how))
 
 
-def _sharing_is_faster(shape: tuple[int, ...], where: Placement, *, steps: int) -> bool:
-    """Compares the arithmetic of the busiest device."""
+def sharing_is_faster(shape: tuple[int, ...], where: Placement, *, steps: int, algorithm: Algorithm) -> bool:
+    """Whether the busiest device has less arithmetic when each matrix is shared; shape: count and block."""
     count, rows, columns = shape
     m, k = sorted((rows * where.size(where.row_axes), columns * where.size(where.column_axes)))
-    whole = floating_point_operations(m, k, steps=steps, algorithm=Algorithm.gram)
-    factor = factor_operations(m, steps=steps)
-    shared = count * (factor + math.ceil((whole - factor) / where.blocks))
+    whole = floating_point_operations(m, k, steps=steps, algorithm=algorithm)
+    undivided = undivided_operations(m, steps=steps, algorithm=algorithm)
+    shared = count * (undivided + math.ceil((whole - undivided) / where.blocks))
     return shared < math.ceil(count / (where.blocks * where.replicas)) * whole
 
 
@@ -153,13 +154,14 @@ def _shared(
     where: Placement,
     polynomials: tuple[Polynomial, ...],
     *,
+    algorithm: Algorithm,
     normalization: Normalization,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "N a b"]:
     """Gives each device a slice of the long side of every matrix; only Gram matrices are summed over devices.
 
-    One all-reduce of N M^2 elements, and, if the short side is cut, an all-to-all on the way in and one
-    on the way out. Replicas do the same work.
+    An all-reduce of N M^2 elements (one a step with `direct`), and, if the short side is cut, an all-to-all
+    on the way in and one on the way out. Replicas do the same work.
     """
     rows, columns = (
         x_Nab.shape[1] * where.size(where.row_axes),
@@ -167,15 +169,29 @@ def _shared(
     )
     if rows > columns:
         turned = dataclasses.replace(where, row_axes=where.column_axes, column_axes=where.row_axes)
-        return _shared(x_Nab.mT, turned, polynomials, normalization=normalization, dtype=dtype).mT
+        how: dict[str, Any] = {"algorithm": algorithm, "normalization": normalization, "dtype": dtype}
+        return _shared(x_Nab.mT, turned, polynomials, **how).mT
     cuts, long = where.size(where.row_axes), x_Nab.shape[2]
     if cuts > 1:
         x_Nab = jnp.pad(x_Nab, ((0, 0), (0, 0), (0, -long % cuts)))
         x_Nab = jax.lax.all_to_all(x_Nab, where.row_axes, split_axis=2, concat_axis=1, tiled=True)
-    gram_NMM = jax.lax.psum(gram_product(x_Nab), where.row_axes + where.column_axes)
+
+    def whole_gram(x_NMk: Array) -> Array:
+        return jax.lax.psum(gram_product(x_NMk), where.row_axes + where.column_axes)
+
+    gram_NMM = whole_gram(x_Nab)
     norm = jnp.maximum(jnp.sqrt(jnp.trace(gram_NMM, axis1=1, axis2=2))[:, None, None], 1e-7)
-    q_NMM = polynomial_factor(gram_NMM / norm**2, polynomials, normalization)
-    y_NMk = scaled_by_factor(q_NMM / norm, x_Nab).astype(dtype)
+    gram_NMM = gram_NMM / norm**2
+    if algorithm is Algorithm.gram:
+        q_NMM = polynomial_factor(gram_NMM, polynomials, normalization)
+        y_NMk = scaled_by_factor(q_NMM / norm, x_Nab).astype(dtype)
+    else:
+        first, *rest = polynomials
+        q_NMM = step_factor(gram_NMM, first, normalization)
+        y_NMk = scaled_by_factor(q_NMM / norm, x_Nab).astype(dtype)
+        for polynomial in rest:
+            q_NMM = step_factor(whole_gram(y_NMk), polynomial, Normalization.frobenius)
+            y_NMk = scaled_by_factor(q_NMM, y_NMk).astype(dtype)
     if cuts > 1:
         y_NMk = jax.lax.all_to_all(y_NMk, where.row_axes, split_axis=1, concat_axis=2, tiled=True)
     return y_NMk[..., :long]

@@ -81,6 +81,14 @@ class MatrixLayout:
         rows, columns = self.matrix
         return math.prod(self.shape) // (rows * columns)
 
+    @property
+    def held(self) -> int:
+        """Number of matrices of which a device holds a block, or all of."""
+        if self.sharding is None:
+            return self.count
+        *stack, _, columns = self.sharding.shard_shape(self.shape)
+        return math.prod(stack) * (columns // self.head_width if self.head_width else 1)
+
 
 class MuonState(NamedTuple):
     """Average of gradients by parameter path, sharded as the parameters."""
@@ -98,7 +106,7 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
     update_rms * sqrt(max(A, B)), is Moonlight's equation 4.
     """
     _check(config)
-    groups = _groups(layouts)
+    groups = groups_of(layouts)
     momentum_dtype = jnp.dtype(config.momentum_dtype)
     iteration_dtype = jnp.dtype(config.iteration_dtype)
 
@@ -129,7 +137,7 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
+class Group:
     """Parameters whose matrices have one shape and one placement: their blocks travel together."""
 
     matrix: tuple[int, int]
@@ -154,7 +162,7 @@ def _check(config: MuonConfig) -> None:
             )
 
 
-def _orthogonalize_group(group: _Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
+def _orthogonalize_group(group: Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
     polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
     how: dict[str, Any] = {
         "algorithm": Algorithm(config.algorithm),
@@ -184,12 +192,13 @@ def _orthogonalize_group(group: _Group, arrays: Sequence[Array], config: MuonCon
     )
 
 
-def _groups(layouts: Mapping[str, MatrixLayout]) -> list[_Group]:
-    found: dict[Any, _Group] = {}
+def groups_of(layouts: Mapping[str, MatrixLayout]) -> list[Group]:
+    """Returns the groups in which parameters are orthogonalised together."""
+    found: dict[Any, Group] = {}
     for path, layout in layouts.items():
         where = placement(path, layout.shape, layout.sharding, head_width=layout.head_width)
         key = (layout.matrix, where)
-        found.setdefault(key, _Group(layout.matrix, where, {})).layouts[path] = layout
+        found.setdefault(key, Group(layout.matrix, where, {})).layouts[path] = layout
     return list(found.values())
 
 

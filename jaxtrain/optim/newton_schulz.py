@@ -111,12 +111,16 @@ def floating_point_operations(rows: int, columns: int, *, steps: int, algorithm:
     m, k = sorted((rows, columns))
     outer = 2 * m * m * k
     if Algorithm(algorithm) is Algorithm.direct:
-        return steps * (2 * outer + 2 * m**3)
-    return factor_operations(m, steps=steps) + _symmetric_operations(m, k) + outer
+        return undivided_operations(m, steps=steps, algorithm=algorithm) + steps * (
+            _symmetric_operations(m, k) + outer
+        )
+    return undivided_operations(m, steps=steps, algorithm=algorithm) + _symmetric_operations(m, k) + outer
 
 
-def factor_operations(m: int, *, steps: int) -> int:
-    """Returns those of `polynomial_factor` for one M x M matrix."""
+def undivided_operations(m: int, *, steps: int, algorithm: Algorithm) -> int:
+    """Returns those among M x M matrices alone, which cutting the long side over devices does not divide."""
+    if Algorithm(algorithm) is Algorithm.direct:
+        return steps * _symmetric_operations(m, m)
     # r @ r each step; between steps r @ z, p @ z and q @ z.
     return (steps + 3 * (steps - 1)) * _symmetric_operations(m, m)
 
@@ -200,6 +204,23 @@ def polynomial_factor(
     return q_NMM if normalization is Normalization.frobenius else q_NMM / bound
 
 
+def step_factor(
+    gram_NMM: Float[Array, "N M M"], polynomial: Polynomial, normalization: Normalization
+) -> Float[Array, "N M M"]:
+    """Returns q such that q @ x has one polynomial applied to its singular values; gram is x @ x.T.
+
+    A whole factor costs one pass over M x M matrices, where a * x + ... would cost one over x.
+    """
+    a, b, c = polynomial
+    square_NMM = _symmetric_product(gram_NMM, gram_NMM)
+    identity_MM = jnp.eye(gram_NMM.shape[-1], dtype=gram_NMM.dtype)
+    if normalization is Normalization.frobenius:
+        return a * identity_MM + b * gram_NMM + c * square_NMM
+    bound = _schatten8(square_NMM)
+    q_NMM = a * identity_MM + (b / bound**2) * gram_NMM + (c / bound**4) * square_NMM
+    return (q_NMM / bound).astype(gram_NMM.dtype)
+
+
 def scaled_by_factor(q_NMM: Float[Array, "N M M"], x_NMK: Float[Array, "N M K"]) -> Float[Array, "N M K"]:
     """Returns q @ x in float32, multiplied in the dtype of x."""
     return _matmul(q_NMM.astype(x_NMK.dtype), x_NMK, sum_dtype=jnp.float32)
@@ -229,18 +250,10 @@ def _schatten8(gram_square_NMM: Array) -> Array:
 
 
 def _direct(x_MK: Array, polynomials: tuple[Polynomial, ...], normalization: Normalization) -> Array:
-    identity_MM = jnp.eye(x_MK.shape[-2], dtype=x_MK.dtype)
-    for step, (a, b, c) in enumerate(polynomials):
-        gram_MM = _matmul(x_MK, x_MK.mT)
-        square_MM = _matmul(gram_MM, gram_MM)
-        if step == 0 and normalization is Normalization.schatten8:
-            bound = _schatten8(square_MM)
-            x_MK, gram_MM, square_MM = (
-                (y / bound**power).astype(x_MK.dtype)
-                for y, power in ((x_MK, 1), (gram_MM, 2), (square_MM, 4))
-            )
-        # One pass over the small matrix instead of one over the large one: a * x is in the product.
-        x_MK = _matmul(a * identity_MM + b * gram_MM + c * square_MM, x_MK)
+    for step, polynomial in enumerate(polynomials):
+        gram_MM = _symmetric_product(x_MK, x_MK.mT)
+        q_MM = step_factor(gram_MM, polynomial, normalization if step == 0 else Normalization.frobenius)
+        x_MK = _matmul(q_MM.astype(x_MK.dtype), x_MK)
     return x_MK
 
 

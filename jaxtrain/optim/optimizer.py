@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
+from jaxtrain.optim.muon import MatrixLayout, MuonConfig, layout_of, scale_by_muon
 
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -100,6 +100,15 @@ def select(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Choi
     return {path: _choose(config, path, leaf) for path, leaf in params.items()}
 
 
+def muon_layouts(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, MatrixLayout]:
+    """Where the matrices are of each parameter that Muon takes. Raises as `select` does."""
+    return {
+        path: layout_of(params[path], head_width=_head_width(config.muon, path))
+        for path, choice in select(config, params).items()
+        if choice.method is Method.muon
+    }
+
+
 def build(config: OptimizerConfig, params: Mapping[str, Any]) -> optax.GradientTransformation:
     """Returns the transformation of gradients to updates at learning rate 1, weight decay included.
 
@@ -108,11 +117,7 @@ def build(config: OptimizerConfig, params: Mapping[str, Any]) -> optax.GradientT
     -> array; updates have the gradients' dtype, state is float32 except Muon's `momentum_dtype`.
     """
     choices = select(config, params)
-    layouts = {
-        path: layout_of(params[path], head_width=_head_width(config.muon, path))
-        for path, choice in choices.items()
-        if choice.method is Method.muon
-    }
+    layouts = muon_layouts(config, params)
     adamw_paths = [path for path, choice in choices.items() if choice.method is Method.adamw]
     muon = scale_by_muon(config.muon, layouts)
     adam = optax.scale_by_adam(b1=config.adamw.b1, b2=config.adamw.b2, eps=config.adamw.eps)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
-from jaxtrain.optim.newton_schulz import Algorithm
+from jaxtrain.optim.newton_schulz import Algorithm, Normalization
 from tests.jaxtrain.optim.muon_steps import directions_of, gradients_of
 
 
@@ -125,10 +125,12 @@ def _collectives(config, gradients):
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
-def test_two_all_to_alls_per_group_and_nothing_else_but_sharing_with_replicas(mesh):
-    """`dense` is replicated over tensor, whose two devices each take half and gather the results."""
+def test_two_all_to_alls_per_group_and_nothing_else_but_sharing(mesh):
+    """`dense` is replicated over tensor, whose two devices each take half and gather the results. `head`, one
+    matrix for 8 devices, is shared: its Gram matrix is summed in each of 5 steps.
+    """
     gradients = _shard(gradients_of({path: shape for path, (shape, _) in SHARDED.items()}, steps=1)[0], mesh)
-    assert _collectives(MuonConfig(), gradients) == {"all-to-all": 8, "all-gather": 1}
+    assert _collectives(MuonConfig(), gradients) == {"all-to-all": 8, "all-gather": 1, "all-reduce": 5}
 
 
 # One matrix cut in 8 each: on one device it would leave 7 idle. Long side cut, short side cut, both, and a
@@ -141,16 +143,17 @@ LONE = {
 }
 
 
-def test_lone_large_matrices_are_shared_by_all_devices(mesh):
+@pytest.mark.parametrize(("algorithm", "reductions"), [(Algorithm.gram, 1), (Algorithm.direct, 5)])
+def test_lone_large_matrices_are_shared_by_all_devices(mesh, algorithm, reductions):
     values = gradients_of({path: shape for path, (shape, _) in LONE.items()}, steps=1)[0]
     sharded = {p: jax.device_put(x, NamedSharding(mesh, LONE[p][1])) for p, x in values.items()}
-    config = MuonConfig(algorithm=Algorithm.gram)
+    config = MuonConfig(algorithm=algorithm, normalization=Normalization.schatten8)
     expected, _ = directions_of(config, [values])
     found, _ = directions_of(config, [sharded])
     for path in LONE:
         np.testing.assert_allclose(found[0][path], expected[0][path], atol=2e-5)
-    assert _collectives(config, {"long": sharded["long"]}) == {"all-reduce": 1}
-    assert _collectives(config, {"both": sharded["both"]}) == {"all-to-all": 2, "all-reduce": 1}
+    assert _collectives(config, {"long": sharded["long"]}) == {"all-reduce": reductions}
+    assert _collectives(config, {"both": sharded["both"]}) == {"all-to-all": 2, "all-reduce": reductions}
 
 
 def test_matrices_cut_only_by_expert_or_layer_need_no_communication(mesh):

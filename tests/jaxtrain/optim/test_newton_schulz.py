@@ -38,7 +38,7 @@ def test_schatten8_divides_by_the_eighth_power_norm(algorithm):
     matrices = jax.random.normal(jax.random.key(0), (3, 24, 40)) * 1e-3
     polynomials = coefficients("four_steps", 4)
     found = orthogonalize(matrices, polynomials, algorithm=algorithm, normalization="schatten8")
-    np.testing.assert_allclose(found, _oracle(matrices, polynomials, norm=8), atol=2e-5)
+    np.testing.assert_allclose(found, _oracle(matrices, polynomials, norm=8), atol=1e-4)
 
 
 # Spectra of 256 singular values: those of random matrices, power laws, geometric ones of a given condition
@@ -151,7 +151,8 @@ def _dot_operations(jaxpr):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=r"found 'fast', expected one of \['four_steps', 'polar_express', 'standard'\]"):
+    names = r"\['four_steps', 'polar_express', 'standard'\]"
+    with pytest.raises(ValueError, match=f"found 'fast', expected one of {names}"):
         coefficients("fast", 5)
     with pytest.raises(ValueError, match="found 0, expected at least 1"):
         coefficients("standard", 0)
