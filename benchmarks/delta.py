@@ -1,13 +1,26 @@
 """Size and speed of weight updates as the codec writes them, against the entropy of the update and against
 other codecs.
 
-    python benchmarks/delta.py [--rows 4096 --columns 4096 --rms 1e-7 1e-6 1e-5 1e-4 --repeats 3]
+    python benchmarks/delta.py [--arc DIR] [--versions DIR ...] [--rms 1e-7 1e-6 1e-5 1e-4] [--repeats 3]
 
-Prints one JSON row a case: Gaussian weights of deviation 0.02 that take a Gaussian update of the given root
-mean square, as block-FP8 codes and as BF16, and a set of small matrices in one blob as a quickstart model
-publishes them. Speeds are of BF16 bytes of the weights (two an element, whatever the format) over the
-processor time of the best repeat: what one core does, whatever else runs on the machine. `arc_v2_bytes` and
-`arc_v3_bytes` are null unless `fireworks-delta-compression` is installed, which this project does not need.
+Prints one JSON row for each case, format (`fp8`: block-FP8 codes, `bf16`) and preset. Cases: Gaussian weights
+of deviation 0.02 that take a Gaussian update of the given root mean square; a set of small matrices in one
+blob, as a quickstart model publishes them; and with `--versions` consecutive versions of real weights. DIR is
+a run (its last two published versions, replayed by a subscriber, every digest checked), or a directory of
+Hugging Face directories, as `update_sparsity.py --save` writes (the first two by name).
+
+`entropy_bytes` is the reference: size * H(new | old) / 8, with the empirical distribution of the new value
+for each old value; arrays of one dtype and shape share theirs, as the trainer stacks them. Position-blind and
+free of charge for its tables, it is a yardstick, not a bound: knowing block scales would lower it a few
+percent, and of an array with fewer elements than BF16 has values it says little. `xor_zstd_bytes`: byte planes of
+old XOR new under zstandard level 1. `arc_v2_bytes`, `arc_v3_bytes`: the public codec
+`fireworks-delta-compression` on the BF16 weights of the same update, whatever the format (of a run's
+versions, on the weights as served); null without `--arc DIR`, which installs it into DIR when it is not
+there. It needs torch.
+
+Speeds are BF16 bytes of the weights (two an element, whatever the format) over the processor time of the best
+repeat: what one core does, whatever else runs on the machine. Encoding finds the changes too; decoding
+applies them to a copy. `memcpy_gb_s`: the same bytes copied.
 """
 
 from __future__ import annotations
@@ -17,35 +30,118 @@ import importlib
 import importlib.util
 import json
 import platform
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
+from safetensors import safe_open
 
 from rollout_bridge import delta
 from rollout_bridge.quantization import host
+from rollout_bridge.quantization.plan import Format, plan_for, scale_name
+from rollout_bridge.store import Store
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.subscriber import Subscriber
 
 PRESETS = ("small", "fast")
-FORMATS = ("fp8", "bf16")
 WEIGHT_DEVIATION = 0.02
 SMALL_ROWS = (128, 256, 384, 512)
 SMALL_MATRICES = 100
+ARC = "fireworks_delta_compression"
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-def update(rows: int, columns: int, *, rms: float, format: str, seed: int = 0) -> Pair:
-    """Bits [rows, columns] before and after an update: codes uint8 for fp8, uint16 for bf16."""
-    rng = np.random.default_rng(seed)
-    weights = (rng.standard_normal((rows, columns)) * WEIGHT_DEVIATION).astype(np.float32)
-    old = host.float32_to_bfloat16_bits(weights)
-    weights += (rng.standard_normal((rows, columns)) * rms).astype(np.float32)
-    new = host.float32_to_bfloat16_bits(weights)
-    return (
-        (old, new) if format == "bf16" else (host.quantize_block_fp8(old)[0], host.quantize_block_fp8(new)[0])
-    )
+@dataclass(frozen=True)
+class Case:
+    """An update. bf16: (old, new) bits of each array. published: the arrays of each format, as published."""
+
+    name: str
+    bf16: list[Pair]
+    published: dict[str, list[Pair]]
+
+
+def gaussian(name: str, shapes: Sequence[tuple[int, int]], *, rms: float) -> Case:
+    """Matrices of `shapes` and a Gaussian update of root mean square `rms`."""
+    bf16 = []
+    for seed, shape in enumerate(shapes):
+        rng = np.random.default_rng(seed)
+        weights = (rng.standard_normal(shape) * WEIGHT_DEVIATION).astype(np.float32)
+        moved = weights + (rng.standard_normal(shape) * rms).astype(np.float32)
+        bf16.append((host.float32_to_bfloat16_bits(weights), host.float32_to_bfloat16_bits(moved)))
+    codes = [(host.quantize_block_fp8(old)[0], host.quantize_block_fp8(new)[0]) for old, new in bf16]
+    return Case(f"{name} rms {rms:g}", bf16, {"fp8": codes, "bf16": bf16})
+
+
+def versions(directory: Path) -> Case:
+    """Two consecutive versions of real weights; the `fp8` format has scales and unquantised tensors too."""
+    store = directory / "store"
+    return run_versions(directory.name, store) if store.is_dir() else saved_versions(directory)
+
+
+def run_versions(name: str, store: Path) -> Case:
+    """The last two versions of the run that wrote `store`; only what it published is known of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        mirror = Mirror(folder)
+        subscriber = Subscriber(Store.open(str(store)), mirror)
+        latest = subscriber.latest()
+        if latest is None or latest.version < 2:
+            raise SystemExit(f"{store}: holds fewer than two versions; let the run publish more")
+        subscriber.advance(latest.version - 1)
+        held = list(mirror.view.specs)
+        before = {tensor: mirror.tensor(tensor).copy() for tensor in held}
+        subscriber.advance(latest.version)
+        pairs = {tensor: (before[tensor], mirror.tensor(tensor).copy()) for tensor in held}
+        mirror.close()
+    bf16 = []
+    for tensor, pair in pairs.items():
+        scales = pairs.get(scale_name(tensor)) if pair[0].dtype == np.uint8 else None
+        if scales is not None:
+            bf16.append(
+                (
+                    host.dequantize_block_fp8(pair[0], scales[0].view(np.float32), name=tensor),
+                    host.dequantize_block_fp8(pair[1], scales[1].view(np.float32), name=tensor),
+                )
+            )
+        elif pair[0].dtype == np.uint16:
+            bf16.append(pair)
+    case = f"{name}: versions {latest.version - 1} and {latest.version}"
+    return Case(case, bf16, {"fp8": list(pairs.values())})
+
+
+def saved_versions(directory: Path) -> Case:
+    """The first two Hugging Face directories in `directory`, BF16."""
+    found = sorted(path for path in directory.iterdir() if (path / "model.safetensors").exists())[:2]
+    if len(found) < 2:
+        raise SystemExit(f"{directory}: holds fewer than two Hugging Face directories, nor a run's store/")
+    old, new = (_tensors(path) for path in found)
+    config = json.loads((found[0] / "config.json").read_text())
+    shapes = {name: value.shape for name, value in old.items()}
+    plan = plan_for(shapes, architecture=config["model_type"], serving=None)
+    bf16 = [(old[name], new[name]) for name in old]
+    fp8: list[Pair] = []
+    for name, pair in zip(old, bf16, strict=True):
+        if plan.formats[name] is Format.fp8_block:
+            (old_codes, old_scale), (new_codes, new_scale) = map(host.quantize_block_fp8, pair)
+            fp8 += [(old_codes, new_codes), (old_scale.view(np.uint32), new_scale.view(np.uint32))]
+        else:
+            fp8.append(pair)
+    return Case(directory.name, bf16, {"fp8": fp8, "bf16": bf16})
+
+
+def _tensors(directory: Path) -> dict[str, np.ndarray]:
+    import ml_dtypes  # noqa: F401  (teaches numpy the name bfloat16)
+
+    with safe_open(directory / "model.safetensors", "numpy") as file:
+        return {name: file.get_tensor(name).view(np.uint16) for name in file.keys()}  # noqa: SIM118
 
 
 def best_seconds(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
@@ -58,61 +154,88 @@ def best_seconds(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
     return result, best
 
 
+def entropy_bytes(pairs: Sequence[Pair]) -> float:
+    """The reference, over arrays stacked by dtype and shape."""
+    stacks: dict[tuple[np.dtype, tuple[int, ...]], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        stacks[pair[0].dtype, pair[0].shape].append(pair)
+    return sum(
+        delta.conditional_entropy_bytes(
+            np.stack([old for old, _ in stack]), np.stack([new for _, new in stack])
+        )
+        for stack in stacks.values()
+    )
+
+
 def xor_zstd_bytes(pairs: Sequence[Pair]) -> int:
-    """Byte planes of old XOR new under zstd level 3: what needs no knowledge of the data."""
-    compressor = zstandard.ZstdCompressor(level=3)
+    """What needs no knowledge of the data."""
+    compressor = zstandard.ZstdCompressor(level=1)
     return sum(
         len(compressor.compress((old ^ new).view(np.uint8).reshape(-1, old.itemsize).T.tobytes()))
         for old, new in pairs
     )
 
 
+def install_arc(directory: Path) -> None:
+    """Makes Fireworks' codec importable from `directory`."""
+    if not (directory / ARC).is_dir():
+        packages = ["fireworks-delta-compression", "zstd", "packaging"]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)]
+        subprocess.run([*pip, *packages], check=True)
+    sys.path.append(str(directory))
+
+
 def arc_bytes(pairs: Sequence[Pair], version: str) -> int | None:
-    """Bytes of Fireworks' codec, or None where it is not installed."""
-    if importlib.util.find_spec("fireworks_delta_compression") is None:
+    """Bytes of Fireworks' codec on BF16 pairs, or None where it is not installed."""
+    if importlib.util.find_spec(ARC) is None:
         return None
     torch = importlib.import_module("torch")
-    compress = importlib.import_module("fireworks_delta_compression.compression").delta_compress
+    compress = importlib.import_module(f"{ARC}.compression").delta_compress
     total = 0
     for old, new in pairs:
-        dtype = torch.bfloat16 if old.dtype == np.uint16 else torch.float8_e4m3fn
-        source, target = (torch.from_numpy(bits.copy()).view(dtype) for bits in (old, new))
+        source, target = (torch.from_numpy(bits.copy()).view(torch.bfloat16) for bits in (old, new))
         total += compress(src=source, dst=target, compression_format=version)[0].nbytes
     return total
 
 
-def measure(case: str, pairs: Sequence[Pair], *, format: str, repeats: int) -> list[dict[str, Any]]:
-    """The rows of one case, one a preset; several pairs go into one blob."""
-    olds = [old for old, _ in pairs]
-    size = sum(old.size for old in olds)
-    shared = {
-        "case": case,
-        "format": format,
-        "changed_fraction": sum(int(np.count_nonzero(old != new)) for old, new in pairs) / size,
-        "entropy_bytes": round(sum(delta.conditional_entropy_bytes(old, new) for old, new in pairs)),
-        "xor_zstd_bytes": xor_zstd_bytes(pairs),
-        "arc_v2_bytes": arc_bytes(pairs, "arc_v2"),
-        "arc_v3_bytes": arc_bytes(pairs, "arc_v3"),
-        "bf16_bytes": 2 * size,
-        "machine": platform.processor() or platform.machine(),
-    }
-    rows = []
-    for preset in PRESETS:
-        blob, encode_seconds = best_seconds(lambda preset=preset: write(pairs, preset), repeats)
-        results, decode_seconds = best_seconds(lambda blob=blob: read(blob, olds), repeats)
-        for (_, new), result in zip(pairs, results, strict=True):
-            np.testing.assert_array_equal(result, new)
-        rows.append(
-            shared
-            | {
+def measure(case: Case, *, repeats: int) -> Iterator[dict[str, Any]]:
+    """The rows of one case, one for each format and preset; all its arrays go into one blob."""
+    nbytes = sum(old.nbytes for old, _ in case.bf16)
+    source = np.concatenate([old.reshape(-1) for old, _ in case.bf16])
+    target = np.empty_like(source)
+    _, copying = best_seconds(lambda: np.copyto(target, source), max(3, repeats))
+    arc2, (arc3, arc3_seconds) = (
+        arc_bytes(case.bf16, "arc_v2"),
+        best_seconds(lambda: arc_bytes(case.bf16, "arc_v3"), 1),
+    )
+    for format, pairs in case.published.items():
+        changed = sum(int(np.count_nonzero(old != new)) for old, new in pairs)
+        entropy = round(entropy_bytes(pairs))
+        xor = xor_zstd_bytes(pairs)
+        olds = [old for old, _ in pairs]
+        for preset in PRESETS:
+            blob, encoding = best_seconds(lambda pairs=pairs, preset=preset: write(pairs, preset), repeats)
+            results, decoding = best_seconds(lambda blob=blob, olds=olds: read(blob, olds), repeats)
+            for (_, new), result in zip(pairs, results, strict=True):
+                np.testing.assert_array_equal(result, new)
+            yield {
+                "case": case.name,
+                "format": format,
                 "preset": preset,
+                "changed_fraction": changed / sum(old.size for old in olds),
                 "ours_bytes": len(blob),
-                "ours_over_entropy": round(len(blob) / max(shared["entropy_bytes"], 1), 3),
-                "encode_gb_s": round(2 * size / 1e9 / encode_seconds, 3),
-                "decode_gb_s": round(2 * size / 1e9 / decode_seconds, 3),
+                "entropy_bytes": entropy,
+                "ours_over_entropy": round(len(blob) / max(entropy, 1), 3),
+                "xor_zstd_bytes": xor,
+                "arc_v2_bytes": arc2,
+                "arc_v3_bytes": arc3,
+                "bf16_bytes": nbytes,
+                "encode_gb_s": round(nbytes / 1e9 / encoding, 3),
+                "decode_gb_s": round(nbytes / 1e9 / decoding, 3),
+                "memcpy_gb_s": round(nbytes / 1e9 / copying, 2),
+                "arc_v3_encode_gb_s": round(nbytes / 1e9 / arc3_seconds, 3) if arc3 else None,
+                "machine": platform.processor() or platform.machine(),
             }
-        )
-    return rows
 
 
 def write(pairs: Sequence[Pair], preset: str) -> bytes:
@@ -139,20 +262,23 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=4096)
-    parser.add_argument("--rms", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
+    parser.add_argument("--rms", type=float, nargs="*", default=[1e-7, 1e-6, 1e-5, 1e-4])
+    parser.add_argument("--versions", type=Path, nargs="*", default=[])
+    parser.add_argument("--arc", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    for format in FORMATS:
-        for rms in options.rms:
-            pair = update(options.rows, options.columns, rms=rms, format=format)
-            case = f"gaussian {options.rows}x{options.columns} rms {rms:g}"
-            for row in measure(case, [pair], format=format, repeats=options.repeats):
-                print(json.dumps(row), flush=True)
+    if options.arc is not None:
+        install_arc(options.arc)
+    small = [(SMALL_ROWS[number % len(SMALL_ROWS)], 128) for number in range(SMALL_MATRICES)]
+    large = (options.rows, options.columns)
+    cases: list[Callable[[], Case]] = []
     for rms in options.rms:
-        sizes = [SMALL_ROWS[number % len(SMALL_ROWS)] for number in range(SMALL_MATRICES)]
-        pairs = [update(rows, 128, rms=rms, format="fp8", seed=n) for n, rows in enumerate(sizes)]
-        case = f"gaussian {SMALL_MATRICES} matrices of 128..512x128 rms {rms:g}"
-        for row in measure(case, pairs, format="fp8", repeats=options.repeats):
+        cases.append(lambda rms=rms: gaussian(f"gaussian {large[0]}x{large[1]}", [large], rms=rms))
+    for rms in options.rms:
+        cases.append(lambda rms=rms: gaussian(f"gaussian {len(small)} x 128..512x128", small, rms=rms))
+    cases += [lambda directory=directory: versions(directory) for directory in options.versions]
+    for case in cases:
+        for row in measure(case(), repeats=options.repeats):
             print(json.dumps(row), flush=True)
 
 
