@@ -12,8 +12,8 @@ Hugging Face directories, as `update_sparsity.py --save` writes (the first two b
 `entropy_bytes` is the reference: size * H(new | old) / 8, with the empirical distribution of the new value
 for each old value; arrays of one dtype and shape share theirs, as the trainer stacks them. Position-blind and
 free of charge for its tables, it is a yardstick, not a bound: knowing block scales would lower it a few
-percent, and of an array with fewer elements than BF16 has values it says little. `xor_zstd_bytes`: byte planes of
-old XOR new under zstandard level 1. `arc_v2_bytes`, `arc_v3_bytes`: the public codec
+percent, and of an array with fewer elements than BF16 has values it says little. `xor_zstd_bytes`: byte
+planes of old XOR new under zstandard level 1. `arc_v2_bytes`, `arc_v3_bytes`: the public codec
 `fireworks-delta-compression` on the BF16 weights of the same update, whatever the format (of a run's
 versions, on the weights as served); null without `--arc DIR`, which installs it into DIR when it is not
 there. It needs torch.
