@@ -22,7 +22,7 @@ from jaxtrain.config.checkpoint import fill_from_checkpoint
 from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
 from jaxtrain.models.architectures.base import REQUIRED, complete
 from jaxtrain.models.architectures.registry import ARCHITECTURES, write_config
-from jaxtrain.models.config import ExpertImplementation, ModelConfig, Remat
+from jaxtrain.models.config import NUMERICS, ModelConfig
 
 
 class ModelSection(Section):
@@ -89,6 +89,11 @@ class ModelSection(Section):
     )
     remat: Literal["none", "full", "dots"] = setting(
         "none", "what the backward pass recomputes: nothing, whole layers, or all but matmul outputs"
+    )
+    replay_threshold: PositiveFloat = setting(
+        0.5,
+        "an engine's expert is replayed if its gate is at least this share of the least gate that the router "
+        "here would choose; ours, the published rule has no number",
     )
 
     @model_validator(mode="before")
@@ -161,14 +166,12 @@ class ModelSection(Section):
         """The decoder for a vocabulary, in the numerics of this section."""
         architecture = ARCHITECTURES[self.architecture]
         values = {item.name: getattr(self, item.name, vocab_size) for item in architecture.fields}
-        return complete(
-            architecture,
-            values,
-            {},
-            compute_dtype=self.compute_dtype,
-            expert_implementation=ExpertImplementation(self.expert_implementation),
-            remat=Remat(self.remat),
-        )
+        return complete(architecture, values, {}, **self.numerics)
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """How this section computes, for `ModelConfig.from_hf`."""
+        return {name: getattr(self, name) for name in NUMERICS if hasattr(self, name)}
 
     def hf_config(
         self, *, vocab_size: int, eos_token_id: int | Sequence[int], pad_token_id: int | None

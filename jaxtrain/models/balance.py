@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,14 @@ class RouterStatistics:
 
     counts: float32 [Lm, E], tokens that chose each expert.
     balance: float32 [Lm], sequence-level balance loss summed over sequences' tokens (see `sequence_balance`).
+    experts: int32 [B, S, Lm, k], the experts of each token, best first; None unless asked for.
     max_logits: float32 [L, H], largest attention logit of each head in all layers but MTP's, dense ones
       first; None unless the model's `measure_max_logits` asks for it.
     """
 
     counts: jax.Array
     balance: jax.Array
+    experts: jax.Array | None = None
     max_logits: jax.Array | None = None
 
 
@@ -48,12 +50,34 @@ def sequence_balance(routing: Routing, segment_ids_BS: jax.Array, config: ModelC
 
 
 def statistics(
-    routing: Routing | None, segment_ids_BS: jax.Array, config: ModelConfig
+    routing: Routing | None, segment_ids_BS: jax.Array, config: ModelConfig, *, with_experts: bool = False
 ) -> RouterStatistics | None:
+    """Of one layer; None of a layer without a router. experts: [B, S, k] of this layer."""
     if routing is None:
         return None
     valid = segment_ids_BS.reshape(routing.ids.shape[:-1]) > 0
     return RouterStatistics(
         counts=expert_counts(routing.ids, valid, num_experts=config.n_routed_experts),
         balance=sequence_balance(routing, segment_ids_BS, config),
+        experts=routing.ids.reshape(*segment_ids_BS.shape, -1) if with_experts else None,
     )
+
+
+def stacked(router: RouterStatistics) -> RouterStatistics:
+    """Statistics whose leading axis is the scanned layers, in the axes that `RouterStatistics` has."""
+    return router if router.experts is None else replace(router, experts=jnp.moveaxis(router.experts, 0, 2))
+
+
+def joined(first: RouterStatistics, second: RouterStatistics) -> RouterStatistics:
+    """Counts and balance of the layers of `first`, then of `second`; the rest is of `first` alone."""
+    return replace(
+        first,
+        counts=jnp.concatenate([first.counts, second.counts]),
+        balance=jnp.concatenate([first.balance, second.balance]),
+    )
+
+
+def without_routers(segment_ids_BS: jax.Array, *, with_experts: bool) -> RouterStatistics:
+    """Of a decoder that has no layer of experts."""
+    experts = jnp.zeros((*segment_ids_BS.shape, 0, 0), jnp.int32) if with_experts else None
+    return RouterStatistics(jnp.zeros((0, 0)), jnp.zeros((0,)), experts)

@@ -6,7 +6,7 @@ They are checked before any device is used.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ class ExpertImplementation(enum.StrEnum):
 
     AUTO picks per platform: BLOCKS on CPU (DENSE when few tokens), RAGGED elsewhere.
     DENSE runs every expert on every token and is the reference.
-    BLOCKS sorts tokens by expert into blocks of rows that share one expert. RAGGED is `jax.lax.ragged_dot`.
+    BLOCKS sorts tokens by expert, a block of rows for each. RAGGED is `jax.lax.ragged_dot`.
     """
 
     AUTO = "auto"
@@ -65,7 +65,7 @@ class ModelConfig:
 
     A decoder without experts has first_k_dense_replace = num_hidden_layers and 0 in the experts' fields.
     router_scoring, correction_bias: of the routers. num_nextn_predict_layers: layers that predict further
-    tokens (MTP), beyond num_hidden_layers.
+    tokens (MTP), beyond num_hidden_layers. replay_threshold: see `replay.choose`.
     """
 
     model_type: str
@@ -98,6 +98,7 @@ class ModelConfig:
     expert_implementation: ExpertImplementation = ExpertImplementation.AUTO
     attention_implementation: AttentionImplementation = AttentionImplementation.AUTO
     remat: Remat = Remat.NONE
+    replay_threshold: float = 0.5
     measure_max_logits: bool = False  # training reports each head's largest attention logit (`QkClip`)
 
     @property
@@ -109,21 +110,15 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @classmethod
-    def from_hf(
-        cls,
-        hf_config: Mapping[str, Any],
-        *,
-        compute_dtype: str = "bfloat16",
-        expert_implementation: str = "auto",
-        remat: str = "none",
-    ) -> ModelConfig:
-        """Reads a Hugging Face config.json. Raises `ModelConfigError` naming every problem at once."""
+    def from_hf(cls, hf_config: Mapping[str, Any], **numerics: Any) -> ModelConfig:
+        """Reads a Hugging Face config.json. numerics: fields of `NUMERICS`, as the caller computes with them.
+
+        Raises `ModelConfigError` naming every problem at once.
+        """
         # The architectures build ModelConfigs, so their registry cannot be imported above.
         from jaxtrain.models.architectures.registry import read_config
 
-        return read_config(
-            hf_config, compute_dtype=compute_dtype, expert_implementation=expert_implementation, remat=remat
-        )
+        return read_config(hf_config, **numerics)
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty when the decoder can be built."""
@@ -168,3 +163,12 @@ class ModelConfig:
         )
         return found
 
+
+# Fields that say how to compute, not what: a config.json does not have them.
+NUMERICS: dict[str, Callable[[Any], Any]] = {
+    "compute_dtype": str,
+    "expert_implementation": ExpertImplementation,
+    "attention_implementation": AttentionImplementation,
+    "remat": Remat,
+    "replay_threshold": float,
+}

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtrain.models.attention_kernels import documents
-from jaxtrain.models.balance import RouterStatistics, statistics
+from jaxtrain.models.balance import RouterStatistics, stacked, statistics, without_routers
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.layers import Layers, scan_layers
 from jaxtrain.models.norm import rms_norm
@@ -46,24 +46,42 @@ class Decoder(nnx.Module):
             self.lm_head = Head(rngs, config)
 
     def __call__(
-        self, tokens_BS: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        segment_ids_BS: jax.Array,
+        *,
+        replay_BSLk: jax.Array | None = None,
+        return_experts: bool = False,
     ) -> tuple[jax.Array, RouterStatistics]:
-        """Final hidden states [B, S, D] (after the norm) of packed documents; segment id 0 is padding."""
+        """Final hidden states [B, S, D] (after the norm) of packed documents; segment id 0 is padding.
+
+        replay_BSLk: experts that the MoE layers keep where plausible, -1 = choose here (see `replay`).
+        return_experts: `RouterStatistics.experts` holds the ids chosen.
+        """
         packed = documents(segment_ids_BS, self.config.attention_implementation, mesh=self.mesh)
         cos_sin = self._rotation(positions_BS)
         x = constrain(self._embed(tokens_BS), self.mesh)
 
-        def body(layer: Layers, x: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
-            normed = rms_norm(x, layer.input_norm[...], eps=self.config.rms_norm_eps)
-            q, k, v = layer.attention.project(normed, *cos_sin)
-            x, routing = layer.feed_forward(x + layer.attention.attend_documents(q, k, v, packed))
-            x = constrain(x, self.mesh)
-            return x, statistics(routing, segment_ids_BS, self.config)
+        def body(
+            layer: Layers, x: jax.Array, replay: jax.Array | None
+        ) -> tuple[jax.Array, tuple[RouterStatistics | None, jax.Array | None]]:
+            x, seen = layer.over_documents(x, cos_sin, packed, replay)
+            router = statistics(seen.routing, segment_ids_BS, self.config, with_experts=return_experts)
+            return constrain(x, self.mesh), (router, seen.max_logits)
 
-        for stack in self._stacks():
-            x, router = scan_layers(stack, body, x, remat=self.config.remat)
-        if not self.config.num_moe_layers:
-            router = RouterStatistics(counts=jnp.zeros((0, 0)), balance=jnp.zeros((0,)))
+        router = without_routers(segment_ids_BS, with_experts=return_experts)
+        logits = []
+        if self.config.first_k_dense_replace:
+            x, (_, largest) = scan_layers(self.dense, body, x, remat=self.config.remat)
+            logits.append(largest)
+        if self.config.num_moe_layers:
+            by_layer = None if replay_BSLk is None else jnp.moveaxis(replay_BSLk, 2, 0)
+            x, (router, largest) = scan_layers(self.moe, body, x, by_layer, remat=self.config.remat)
+            router = stacked(router)
+            logits.append(largest)
+        if self.config.measure_max_logits:
+            router = replace(router, max_logits=jnp.concatenate(logits))
         return self._final(x), router
 
     def extend(
@@ -83,7 +101,7 @@ class Decoder(nnx.Module):
             count = stack.input_norm.shape[0]
 
             def body(
-                layer: Layers, carry: tuple[jax.Array, Cache, jax.Array]
+                layer: Layers, carry: tuple[jax.Array, Cache, jax.Array], _: None
             ) -> tuple[tuple[jax.Array, Cache, jax.Array], jax.Array | None]:
                 x, cache, index = carry
                 normed = rms_norm(x, layer.input_norm[...], eps=self.config.rms_norm_eps)

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtrain.models.attention import Attention
+from jaxtrain.models.attention_kernels import Documents
+from jaxtrain.models.attention_logits import max_logits
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.expert_parallel import parallel_experts
 from jaxtrain.models.experts import Experts
@@ -31,20 +35,25 @@ class MoE(nnx.Module):
             hidden = config.n_shared_experts * config.moe_intermediate_size
             self.shared = SwiGLU(rngs, layers, config.hidden_size, hidden, stddev=config.initializer_range)
 
-    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing]:
+    def __call__(
+        self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
         """[B, S, D], and the routing of N = B * S tokens; on a mesh its arrays keep [B, S] apart."""
         if self.mesh is not None:
-            return self._on_mesh(x_BSD, self.mesh)
+            return self._on_mesh(x_BSD, replay_BSk, self.mesh)
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-        routing = self.router(x_ND)
+        replay_Nk = None if replay_BSk is None else replay_BSk.reshape(-1, replay_BSk.shape[-1])
+        routing = self.router(x_ND, replay_Nk)
         out = self.experts(x_ND, routing)
         if self.config.n_shared_experts:
             out = out + self.shared(x_ND)
         return out.reshape(x_BSD.shape), routing
 
-    def _on_mesh(self, x_BSD: jax.Array, mesh: Mesh) -> tuple[jax.Array, Routing]:
+    def _on_mesh(
+        self, x_BSD: jax.Array, replay_BSk: jax.Array | None, mesh: Mesh
+    ) -> tuple[jax.Array, Routing]:
         """Rows and sequence are split over different axes, so flattening them would move tokens about."""
-        routing = jax.vmap(self.router)(x_BSD)
+        routing = jax.vmap(self.router)(x_BSD, replay_BSk)
         kernels = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
         out = parallel_experts(
             x_BSD,
@@ -57,6 +66,18 @@ class MoE(nnx.Module):
         if self.config.n_shared_experts:
             out = out + self.shared(x_BSD)
         return out, routing
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one layer's pass showed.
+
+    routing: None without a router. max_logits: float32 [H], largest attention logit of each head; None unless
+    the configuration has them measured.
+    """
+
+    routing: Routing | None
+    max_logits: jax.Array | None
 
 
 class Layers(nnx.Module):
@@ -74,22 +95,44 @@ class Layers(nnx.Module):
             else SwiGLU(rngs, layers, d, config.intermediate_size, stddev=std)
         )
 
-    def feed_forward(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing | None]:
+    def over_documents(
+        self,
+        x_BSD: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        documents: Documents,
+        replay_BSk: jax.Array | None = None,
+    ) -> tuple[jax.Array, Observed]:
+        """One layer over packed documents; call it inside `scan_layers`."""
+        normed = rms_norm(x_BSD, self.input_norm[...], eps=self.config.rms_norm_eps)
+        q, k, v = self.attention.project(normed, *cos_sin)
+        logits = max_logits(q, k, documents.segment_ids) if self.config.measure_max_logits else None
+        x_BSD = x_BSD + self.attention.attend_documents(q, k, v, documents)
+        x_BSD, routing = self.feed_forward(x_BSD, replay_BSk)
+        return x_BSD, Observed(routing, logits)
+
+    def feed_forward(
+        self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
         normed = rms_norm(x_BSD, self.post_attention_norm[...], eps=self.config.rms_norm_eps)
-        out = self.mlp(normed)
-        y, routing = out if isinstance(out, tuple) else (out, None)
+        if isinstance(self.mlp, SwiGLU):
+            return x_BSD + self.mlp(normed), None
+        y, routing = self.mlp(normed, replay_BSk)
         return x_BSD + y, routing
 
 
-def scan_layers(stack: Layers, body, carry, *, remat: Remat):
-    """Runs `body(layer, carry) -> (carry, output)` over the stacked layers with `lax.scan`."""
+def scan_layers(stack: nnx.Module, body, carry, inputs=None, *, remat: Remat):
+    """Runs `body(layer, carry, input) -> (carry, output)` over the stacked layers with `lax.scan`.
+
+    inputs: a pytree of arrays whose leading axis is the layers, or None, which every layer then gets.
+    """
     graphdef, state = nnx.split(stack)
 
-    def step(carry, layer_state):
-        return body(nnx.merge(graphdef, layer_state), carry)
+    def step(carry, layer):
+        layer_state, layer_input = layer
+        return body(nnx.merge(graphdef, layer_state), carry, layer_input)
 
     if remat is Remat.FULL:
         step = jax.checkpoint(step)
     elif remat is Remat.DOTS:
         step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    return jax.lax.scan(step, carry, state)
+    return jax.lax.scan(step, carry, (state, inputs))

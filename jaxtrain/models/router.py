@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxtrain.models.config import ModelConfig, Scoring
 from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
+from jaxtrain.models.replay import choose
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,8 @@ class Router(nnx.Module):
         if config.correction_bias:
             self.correction_bias = parameter(rngs, (layers, e), ("layers", "router"), zeros, kind=Buffer)
 
-    def __call__(self, x_ND: jax.Array) -> Routing:
+    def __call__(self, x_ND: jax.Array, replay_Nk: jax.Array | None = None) -> Routing:
+        """replay_Nk: experts to keep where plausible, see `replay.choose`; None chooses freely."""
         config = self.config
         logits_NE = x_ND.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
         match config.router_scoring:
@@ -52,7 +54,11 @@ class Router(nnx.Module):
         choice_NE = jax.lax.stop_gradient(scores_NE)
         if config.correction_bias:
             choice_NE = choice_NE + self.correction_bias[...]
-        _, ids_Nk = jax.lax.top_k(choice_NE, config.num_experts_per_tok)
+        if replay_Nk is None:
+            _, ids_Nk = jax.lax.top_k(choice_NE, config.num_experts_per_tok)
+        else:
+            kept = jax.lax.stop_gradient(scores_NE)
+            ids_Nk = choose(choice_NE, kept, replay_Nk, threshold=config.replay_threshold)
         weights_Nk = jnp.take_along_axis(scores_NE, ids_Nk, axis=-1)
         if config.norm_topk_prob:
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdims=True) + 1e-20)

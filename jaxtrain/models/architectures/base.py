@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.models.config import ExpertImplementation, ModelConfig, ModelConfigError, Remat
+from jaxtrain.models.config import NUMERICS, ModelConfig, ModelConfigError
 
 Json = Mapping[str, Any]
 
@@ -86,15 +86,8 @@ DENSE = {
 }
 
 
-def read(
-    architecture: Architecture,
-    hf_config: Json,
-    *,
-    compute_dtype: str = "bfloat16",
-    expert_implementation: str = "auto",
-    remat: str = "none",
-) -> ModelConfig:
-    """The decoder that a Hugging Face config.json describes.
+def read(architecture: Architecture, hf_config: Json, **numerics: Any) -> ModelConfig:
+    """The decoder that a Hugging Face config.json describes, computed with `numerics` (see `NUMERICS`).
 
     Raises `ModelConfigError` that names every missing field and every value that is not implemented, at once.
     """
@@ -113,14 +106,7 @@ def read(
         where = f"config.json of model_type {architecture.model_type!r}"
         problems.insert(0, f"{where}: missing {', '.join(missing)}; all are needed")
         raise ModelConfigError("; ".join(problems))
-    config = complete(
-        architecture,
-        values,
-        hf_config,
-        compute_dtype=compute_dtype,
-        expert_implementation=ExpertImplementation(expert_implementation),
-        remat=Remat(remat),
-    )
+    config = complete(architecture, values, hf_config, **numerics)
     problems += config.problems()
     if problems:
         raise ModelConfigError("; ".join(problems))
@@ -135,7 +121,8 @@ def complete(
         name: value(values, source) if callable(value) else value
         for name, value in architecture.implied.items()
     }
-    return ModelConfig(model_type=architecture.model_type, **{**values, **implied}, **numerics)
+    ways = {name: NUMERICS[name](value) for name, value in numerics.items()}
+    return ModelConfig(model_type=architecture.model_type, **{**values, **implied}, **ways)
 
 
 def write(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:

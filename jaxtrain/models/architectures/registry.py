@@ -24,7 +24,7 @@ def find(model_type: str | None) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def read_config(hf_config: Mapping[str, Any], **numerics: str) -> ModelConfig:
+def read_config(hf_config: Mapping[str, Any], **numerics: Any) -> ModelConfig:
     """The decoder of a config.json; see `base.read` for numerics and errors."""
     return base.read(find(hf_config.get("model_type")), hf_config, **numerics)
 
