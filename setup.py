@@ -44,6 +44,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6",
+        "equinox>=0.13",
         "ruff>=0.14",
         "import-linter>=2.5",
         "pyright[nodejs]>=1.1.400",
