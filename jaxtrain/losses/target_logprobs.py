@@ -1,7 +1,8 @@
 """Log-probabilities of targets from final hidden states, on one device or on a mesh.
 
-On a mesh every device projects its own tokens: a scan over chunks of all tokens would project each of them on
-every device. The head is gathered once; devices of the tensor axis, which hold the same tokens, share them out.
+On a mesh every device projects its own tokens: a scan over chunks of all tokens would project each of them
+on every device. The head is gathered once; devices of the tensor axis, which hold the same tokens, share
+them out.
 """
 
 # B rows, S sequence, N tokens of a device, D model, V vocabulary
