@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import typer
+from click import Context
+from typer.core import TyperGroup
 
 from jaxtrain.commands.export import export
 from jaxtrain.commands.import_ import import_
 from jaxtrain.commands.inspect import inspect
+from jaxtrain.commands.inspect_weights import inspect_weights
 from jaxtrain.commands.quickstart import quickstart
 from jaxtrain.commands.report import report
 from jaxtrain.commands.rollout import rollout
 from jaxtrain.commands.serve import serve
 from jaxtrain.commands.train import train
+
+
+class _ConfigUnlessNamed(TyperGroup):
+    """`inspect --config ...` is `inspect config --config ...`."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else ["config", *args])
+
+
+inspection = typer.Typer(
+    cls=_ConfigUnlessNamed,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="What an experiment's config comes to (`inspect --config FILE`), or what a store holds.",
+)
+inspection.command("config")(inspect)
+inspection.command("weights")(inspect_weights)
 
 app = typer.Typer(
     name="jaxtrain",
@@ -34,7 +54,7 @@ app.command()(serve)
 app.command()(report)
 app.command("import")(import_)
 app.command()(export)
-app.command()(inspect)
+app.add_typer(inspection, name="inspect")
 
 
 def main() -> None:

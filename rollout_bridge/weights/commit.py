@@ -57,11 +57,15 @@ class Begin(BaseModel):
 
 
 class PartTensor(BaseModel):
-    """What one process wrote of a tensor. digest: its part of a full digest, or of the digest's change."""
+    """What one process wrote of a tensor. digest: its part of a full digest, or of the digest's change.
+
+    changed: elements of it.
+    """
 
     model_config = ConfigDict(extra="forbid")
     digest: str
     blobs: list[Piece]
+    changed: int
 
 
 class Part(BaseModel):
@@ -167,17 +171,22 @@ def assemble(
     entries = {}
     for name, spec in specs.items():
         start = 0 if kind is Kind.FULL else digests[name]
-        value, blobs = _merge(start, [part.tensors for part in parts], name)
+        value, blobs, changed = _merge(start, [part.tensors for part in parts], name)
         change: tuple[Piece, ...] = ()
         if follows:
-            led_to, change = _merge(digests[name], changes, name)
+            led_to, change, changed = _merge(digests[name], changes, name)
             if led_to != value:
                 raise ValueError(
                     f"tensor {name}: its change since version {version - 1} leads to digest {led_to:016x}, "
                     f"its new bits have {value:016x}: the baseline is not what was published"
                 )
         entries[name] = TensorEntry(
-            dtype=spec.dtype, shape=spec.shape, digest=f"{value:016x}", blobs=blobs, change=change
+            dtype=spec.dtype,
+            shape=spec.shape,
+            digest=f"{value:016x}",
+            blobs=blobs,
+            change=change,
+            changed=changed,
         )
     stats = Stats(
         delta_bytes=sum(part.delta_bytes for part in parts),
@@ -202,11 +211,12 @@ def assemble(
     )
 
 
-def _merge(start: int, parts: list[dict[str, PartTensor]], name: str) -> tuple[int, tuple[Piece, ...]]:
-    """(digest of a tensor, its pieces) from what each process wrote of it."""
+def _merge(start: int, parts: list[dict[str, PartTensor]], name: str) -> tuple[int, tuple[Piece, ...], int]:
+    """(digest of a tensor, its pieces, elements in them) from what each process wrote of it."""
     mine = [part[name] for part in parts if name in part]
     value = digest.combine(start, *(int(part.digest, 16) for part in mine))
-    return value, tuple(piece for part in mine for piece in part.blobs)
+    pieces = tuple(piece for part in mine for piece in part.blobs)
+    return value, pieces, sum(part.changed for part in mine)
 
 
 def put_begin(store: Store, *, version: int, incarnation: int, begin: Begin) -> None:

@@ -141,7 +141,8 @@ def write(
         for patch, (blob, part_digest) in _in_order(pool, patches, preset, ahead=4 * threads):
             if buffer and len(buffer) + len(blob) > object_bytes:
                 _flush(store, directory, account, buffer)
-            entry = account.tensors.setdefault(patch.name, PartTensor(digest=f"{0:016x}", blobs=[]))
+            nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
+            entry = account.tensors.setdefault(patch.name, nothing)
             entry.blobs.append(
                 Piece(
                     key=account.next_object,
@@ -152,6 +153,7 @@ def write(
                 )
             )
             entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
+            entry.changed += patch.changed
             account.changed += patch.changed
             buffer += blob
     if buffer:

@@ -119,6 +119,7 @@ class TensorEntry(_Record):
     """A tensor after this version. No blobs: it did not change, and the digest is the old one.
 
     change: in a full version that `follows` its parent, what changed since the parent, as a delta has it.
+    changed: how many elements changed since the parent; all of them in a full version that does not follow.
     """
 
     dtype: str
@@ -126,6 +127,7 @@ class TensorEntry(_Record):
     digest: _Digest
     blobs: tuple[Piece, ...] = ()
     change: tuple[Piece, ...] = ()
+    changed: _Count = 0
 
     @property
     def digest_value(self) -> int:

@@ -1,0 +1,99 @@
+"""`jaxtrain inspect weights`: the weight chain of a store, and whether it is whole."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any
+
+import typer
+
+from jaxtrain.commands.common import FAILED, fail
+
+
+def inspect_weights(
+    store: Annotated[
+        str, typer.Argument(help="The store: a directory, file://, gs:// or s3://.", show_default=False)
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Replay the chain and check every digest.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the versions of a run: sizes, what changes where, who serves what, and whether the chain is whole.
+
+    Reads only. The exit status is 1 if a reader could not follow the chain.
+    """
+    from rollout_bridge.store import Store, StoreError
+    from rollout_bridge.weights.inspection import inspect_weights as look
+    from rollout_bridge.weights.run import RunError
+
+    try:
+        found = look(Store.open(store, probe=False), verify=verify)
+    except (StoreError, RunError) as error:
+        fail(str(error))
+    if json:
+        print(json_module.dumps(found, indent=2))
+    else:
+        _show(found)
+    if not found["health"]["ok"]:
+        raise typer.Exit(FAILED)
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, head, health = Console(), found["head"], found["health"]
+    console.print(f"run {found['run']['run_id']}, incarnation {found['run']['incarnation']}, {found['url']}")
+    if head is None:
+        console.print("nothing is published yet")
+        return
+    console.print(f"head: version {head['version']} of step {head['step']}, owner {head['owner']}")
+    versions = Table(
+        "version", "step", "kind", "whole", "change", "manifest", "x entropy", "changed", title="versions"
+    )
+    for row in found["versions"]:
+        kind = row["kind"] + ("+change" if row["kind"] == "full" and row["follows"] else "")
+        versions.add_row(
+            str(row["version"]),
+            str(row["step"]),
+            kind,
+            *(_bytes(row[name]) for name in ("full_bytes", "delta_bytes", "manifest_bytes")),
+            "" if row["delta_over_entropy"] is None else f"{row['delta_over_entropy']:.2f}",
+            f"{row['changed_fraction']:.3%}",
+        )
+    console.print(versions)
+    for title, group in (("kind", "by_kind"), ("layer", "by_layer")):
+        table = Table(title, "elements changed by a version")
+        for name, fraction in found["sparsity"][group].items():
+            table.add_row(name, f"{fraction:.3%}")
+        if table.row_count:
+            console.print(table)
+    agents = Table(
+        "agent", "version", "behind", "seen", "pause", "updates", "errors", "last error", title="agents"
+    )
+    for row in found["agents"]:
+        pause = "" if row["pause_ms_median"] is None else f"{row['pause_ms_median']:.0f} ms"
+        values = (row["agent"], row["version"], row["behind"], f"{row['age_seconds']:.0f} s ago", pause)
+        agents.add_row(*(str(value) for value in (*values, row["updates"], row["errors"], row["last_error"])))
+    console.print(agents if agents.row_count else "no agent has acknowledged a version")
+    if found["verified"] is not None:
+        verified = found["verified"]
+        console.print(f"replayed {verified['versions']} versions, {verified['digests']} digests checked")
+    for name in health["quarantined"]:
+        console.print(f"quarantined by a reader: {name}")
+    if health["beside_the_chain"]:
+        console.print(f"left by unfinished attempts, removed with old versions: {health['beside_the_chain']}")
+    console.print(
+        "the chain is whole" if health["ok"] else "\n".join(["the chain is broken:", *health["problems"]])
+    )
+
+
+def _bytes(count: int) -> str:
+    if not count:
+        return ""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
