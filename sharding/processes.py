@@ -188,6 +188,28 @@ def broadcast_json(
     return json.loads(encoded)
 
 
+def any_of(flag: bool, *, name: str, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
+    """True in every process if any of them passes True. All call it, and wait for one another.
+
+    Args:
+      flag: this process's answer.
+      name: what is asked, for instance "stop"; part of the error.
+      timeout: seconds, for all to answer and then for all to have read the answers.
+
+    Raises:
+      ProcessesError: naming the question and the processes that did not answer.
+    """
+    if process_count() == 1:
+        return flag
+    client, me, key = _client(), process_index(), _use("question", name)
+    client.key_value_set(f"{key}/{me}", str(int(flag)))
+    barrier(f"all answered {name}", timeout)
+    answers = [answer for _, answer in client.key_value_dir_get(f"{key}/")]
+    barrier(f"all read the answers to {name}", timeout)
+    client.key_value_delete(f"{key}/{me}")
+    return "1" in answers
+
+
 def _client() -> Any:
     """jax's coordination client: the one part of it with key-value reads and barriers that time out."""
     from jax._src import distributed

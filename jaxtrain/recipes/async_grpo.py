@@ -194,6 +194,7 @@ def reinforce(
         )
         context.save(state, progress)
         evaluations.renew()
+        context.agree_to_stop()
         context.stop_if_asked(state, progress)
     return state, progress
 

@@ -85,6 +85,7 @@ def train(
             phase=name,
         )
         context.save(state, progress)
+        context.agree_to_stop()
         context.stop_if_asked(state, progress)
     return state, progress
 

@@ -117,6 +117,11 @@ class Context:
     def save(self, state: TrainState, progress: Progress, *, force: bool = False) -> None:
         self.checkpoints.save(progress.step, state, asdict(progress), force=force)
 
+    def agree_to_stop(self) -> None:
+        """Sets `stop` in every process if a signal has reached one. All call it, at the same step."""
+        if processes.any_of(self.stop.is_set(), name="stop"):
+            self.stop.set()
+
     def stop_if_asked(self, state: TrainState, progress: Progress) -> None:
         """Raises `Stopped` after a last checkpoint if a signal arrived."""
         if self.stop.is_set():
@@ -190,7 +195,9 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         placement=placement,
         step=compile_apply(optimizer, placement, clip_norm=config.optimizer.clip_norm, qk_clip=qk_clip),
         checkpoints=checkpoints,
-        metrics=MetricsWriter(run_dir, restored_step=checkpoints.latest()),
+        metrics=MetricsWriter(
+            run_dir if processes.process_index() == 0 else None, restored_step=checkpoints.latest()
+        ),
         stop=stop,
         start=start,
     )
@@ -227,10 +234,11 @@ def ensure_tokenizer(config: ExperimentConfig, environment: Environment, run_dir
         if processes.process_index() == 0:
             copy_companions(Path(given), directory)
         return Path(given)
-    if not (directory / "tokenizer.json").exists():
+    if processes.process_index() == 0 and not (directory / "tokenizer.json").exists():
         count = min(environment.size, TOKENIZER_PROMPTS)
         prompts = (m["content"] for i in range(count) for m in environment.task(i).messages)
         task_tokenizer.build(prompts, directory)
+    processes.barrier("the tokenizer is built")
     return directory
 
 

@@ -53,13 +53,19 @@ class MetricsWriter:
     line at worst.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, restored_step: int | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, *, restored_step: int | None = None
+    ) -> None:
         """Opens the files, creating the directory.
 
         Args:
-          directory: of this run; it may hold the files of an earlier start of it.
+          directory: of this run; it may hold the files of an earlier start of it. None writes nothing, as in
+            processes of a run after its first.
           restored_step: step of the checkpoint this start continues from: rows of later steps are superseded.
         """
+        self._file = self._events = None
+        if directory is None:
+            return
         self._path = Path(directory) / FILENAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self._path)
@@ -81,6 +87,8 @@ class MetricsWriter:
         flat = flatten(values)
         if taken := [key for key in _KEYS if key in flat]:
             raise ValueError(f"metrics row: {taken} are the row's own keys; name the values otherwise")
+        if self._events is None:
+            return
         now = time.time()
         self._append({"phase": phase, "step": int(step), "time": now, **flat})
         for name, value in flat.items():
@@ -88,13 +96,15 @@ class MetricsWriter:
                 self._events.add_scalar(f"{phase}/{name}", value, int(step), walltime=now)
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes both files."""
-        self._file.close()
-        self._events.close()
+        for opened in (self._file, self._events):
+            if opened is not None:
+                opened.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -32,6 +32,9 @@ def main(coordinator: str, process_id: int) -> None:
         processes.broadcast_json(mine, name="other", source=1, timeout=60),
     ]
     processes.barrier("everybody is here", 60)
+    seen["answers"] = [
+        processes.any_of(flag, name="stop", timeout=60) for flag in (False, process_id == 1, False)
+    ]
 
     # 2 processes x 4 devices: one all-reduce across both.
     mesh = MeshSpec({"data": -1}, dcn={"replica": 2}).build()

@@ -79,6 +79,11 @@ def test_broadcasts_agree_and_come_from_their_source(two):
     assert [seen["broadcasts"] for seen in two] == [expected, expected]
 
 
+def test_one_yes_is_the_answer_of_all(two):
+    assert [seen["answers"] for seen in two] == [[False, True, False]] * 2
+    assert [processes.any_of(flag, name="stop") for flag in (False, True)] == [False, True]
+
+
 def test_a_dcn_axis_separates_the_processes(two):
     assert [seen["processes of the rows"] for seen in two] == [[True, True]] * 2
 

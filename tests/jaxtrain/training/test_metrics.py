@@ -100,3 +100,10 @@ def test_what_is_no_scalar_is_refused_by_name(tmp_path):
     ):
         writer.write(1, {"step": 4})
     assert read_metrics(tmp_path) == []
+
+
+def test_a_process_without_a_directory_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(None, restored_step=3) as metrics:
+        metrics.write(4, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
