@@ -72,7 +72,9 @@ def _message(
         meaning = f" ({field.description})" if field is not None and field.description else ""
         return f"missing; a value is required{meaning}"
     if kind == "literal_error" and field is not None:
-        return f"{_shown(value)} is not one of {', '.join(map(str, typing.get_args(field.annotation)))}"
+        plain = typing.get_origin(field.annotation) is typing.Literal
+        allowed = ", ".join(map(str, typing.get_args(field.annotation))) if plain else context["expected"]
+        return f"{_shown(value)} is not one of {allowed}"
     if kind == "string_pattern_mismatch":
         return f"{_shown(value)} does not match {context['pattern']}"
     if field is not None and kind in {

@@ -72,6 +72,17 @@ class ExperimentConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _clip_has_an_effect(self) -> Self:
+        threshold = self.optimizer.muon.qk_clip
+        if threshold is not None and self.model.decoder(vocab_size=1).use_qk_norm:
+            raise rejection(
+                "optimizer.muon.qk_clip",
+                f"{threshold:g} has no effect with model.use_qk_norm, which undoes any scale of the q and k "
+                "weights and bounds the logits itself; set it to null",
+            )
+        return self
+
 
 def check_stages(section: str, phase: SupervisedPhase, model: ModelSection) -> None:
     """Rows must fit the model, and the last stage must leave the RoPE base that the model is served with."""

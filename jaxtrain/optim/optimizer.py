@@ -95,8 +95,14 @@ def select(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Choi
       params: flat dict of path -> array or ShapeDtypeStruct.
 
     Raises:
-      ValueError: a path that no rule knows, or a vector that an override gives to Muon.
+      ValueError: a path that no rule knows, a vector that an override gives to Muon, or an override that
+        names no parameter.
     """
+    for pattern in config.overrides:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in params):
+            raise ValueError(
+                f"optimizer.overrides: {pattern!r} matches no parameter; the paths are {', '.join(params)}"
+            )
     return {path: _choose(config, path, leaf) for path, leaf in params.items()}
 
 

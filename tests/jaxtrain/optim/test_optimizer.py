@@ -89,6 +89,8 @@ def test_an_unknown_path_and_a_vector_for_muon_are_refused():
     with pytest.raises(ValueError, match=r"moe/scale: no rule says .* add it to optimizer.overrides"):
         select(OptimizerConfig(), {"moe/scale": jax.ShapeDtypeStruct((4, 4), jnp.float32)})
     assert select(OptimizerConfig(overrides={"*/scale": Method.adamw}), {"moe/scale": STRUCTS["final_norm"]})
+    with pytest.raises(ValueError, match=r"optimizer.overrides: '\*/routr' matches no parameter"):
+        select(OptimizerConfig(overrides={"*/routr": Method.adamw}), STRUCTS)
     with pytest.raises(ValueError, match=r"final_norm: shape \(8,\) has no matrix for Muon"):
         select(OptimizerConfig(overrides={"final_norm": Method.muon}), STRUCTS)
 
