@@ -96,7 +96,7 @@ class SyncAgent:
                     moved = await self._round(subscriber)
                     finished = not moved and await self._finished(subscriber)
                 except _TROUBLE as error:
-                    await self._failed(error)
+                    await self._failed(error, subscriber)
                     continue
                 self._failing_since, self._failures = None, 0
                 if finished:
@@ -180,8 +180,8 @@ class SyncAgent:
         await _in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
         self._acknowledged = time.monotonic()
 
-    async def _failed(self, error: Exception) -> None:
-        """Counts and logs a failure and waits a little; raises `AgentError` past `patience`."""
+    async def _failed(self, error: Exception, subscriber: Subscriber) -> None:
+        """Counts, logs and tells a failure and waits a little; raises `AgentError` past `patience`."""
         self.errors += 1
         self.last_error = str(error)[:500]
         self._failures += 1
@@ -195,6 +195,11 @@ class SyncAgent:
                 f"agent {self.agent_id}: no success for {lasted:.0f} s, {self._failures} failures. Last: "
                 f"{error}. Repair that and start the agent again; its mirror is kept"
             ) from error
+        if now - self._acknowledged > self._settings.heartbeat:
+            try:
+                await self._acknowledge(subscriber)
+            except (StoreError, OSError) as unheard:
+                logger.warning("agent %s: cannot say so either: %s", self.agent_id, unheard)
         pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
         await asyncio.sleep(min(pause, 30 * self._settings.poll))
 
