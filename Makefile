@@ -1,6 +1,6 @@
 # make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   the main job
 # make test       [ARGS="-k name"]                                      every test, a real vLLM server included
-# make faults                                                          the long fault matrices
+# make faults                                                          the long fault matrices; a table in runs/faults.md
 # make lint                                                            style, import rules, types
 # make vllm       install the CPU build of vLLM;   make clean   remove what was built (runs/ stays)
 #
@@ -35,7 +35,7 @@ test: $(DEV) $(VLLM)
 	$(BIN)/python -m pytest $(ARGS)
 
 faults: $(DEV) $(VLLM)
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(BIN)/python -m pytest -p tests.faults.report -m faults $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
