@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from jaxtrain.commands.export import export
 from jaxtrain.commands.import_ import import_
 from jaxtrain.commands.inspect import inspect
+from jaxtrain.commands.inspect_model import inspect_model
 from jaxtrain.commands.inspect_weights import inspect_weights
 from jaxtrain.commands.quickstart import quickstart
 from jaxtrain.commands.report import report
@@ -28,9 +29,10 @@ class _ConfigUnlessNamed(TyperGroup):
 inspection = typer.Typer(
     cls=_ConfigUnlessNamed,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="What an experiment's config comes to (`inspect --config FILE`), or what a store holds.",
+    help="What an experiment's config or a model comes to (`inspect --config FILE`), or what a store holds.",
 )
 inspection.command("config")(inspect)
+inspection.command("model")(inspect_model)
 inspection.command("weights")(inspect_weights)
 
 app = typer.Typer(

@@ -152,3 +152,11 @@ PRESET_ALIASES = {
     "qwen3-30b-a3b": "qwen3_30b_a3b",
     "smollm2-135m": "smollm2_135m",
 }
+
+# Entries of a published model's embedding; an experiment has its own tokenizer's.
+PUBLISHED_VOCABULARIES = {
+    "glm4_5_355b": 151_552,
+    "glm4_5_air": 151_552,
+    "qwen3_30b_a3b": 151_936,
+    "smollm2_135m": 49_152,
+}

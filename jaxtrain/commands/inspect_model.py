@@ -1,0 +1,164 @@
+"""`jaxtrain inspect model`: parameters, operations and memory of a model, before a device is asked for."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxtrain.commands.common import WRONG_CONFIG, fail, load
+
+if TYPE_CHECKING:
+    from jaxtrain.config.optimization import OptimizerSection
+    from jaxtrain.models.config import ModelConfig
+    from jaxtrain.models.definition import Definition
+
+
+def inspect_model(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME_OR_CONFIG",
+            help="A preset, an experiment's YAML file, or a Hugging Face config.json or its directory.",
+            show_default=False,
+        ),
+    ],
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="Mesh to lay it over, e.g. fsdp=32,expert=8.")
+    ] = None,
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", min=1, help="Tokens of a document, for attention's part.")
+    ] = 4096,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            "--vocabulary", min=1, help="Entries of the embedding, where the name does not say. (default: 64)"
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show parameters by part, total and active, operations for each token, and bytes on a mesh's devices.
+
+    Nothing is allocated. Bytes are those of float32 parameters, gradients and optimizer state.
+    """
+    from jaxtrain.config.optimization import OptimizerSection
+    from jaxtrain.models.config import ModelConfigError
+    from jaxtrain.models.definition import define
+    from jaxtrain.models.inspection import describe
+    from sharding.errors import ShardingError
+
+    sizes = _mesh_sizes(mesh)
+    try:
+        config, optimizer = _model(name, vocabulary)
+        definition = define(config)
+        found = {
+            "model": name,
+            "architecture": config.model_type,
+            "vocabulary": config.vocab_size,
+            **describe(definition, sequence_length=sequence_length),
+        }
+        if sizes:
+            found["mesh"] = sizes
+            found["bytes_per_device"] = _memory(definition, optimizer or OptimizerSection(), sizes)
+    except (ModelConfigError, ShardingError) as error:
+        fail(f"{name}: {error}", status=WRONG_CONFIG)
+    if json:
+        print(json_module.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSection | None]:
+    """The decoder that `name` means, and its optimizer where an experiment says it."""
+    from jaxtrain.config.model import ModelSection
+    from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES, PUBLISHED_VOCABULARIES
+    from jaxtrain.models.config import ModelConfig
+
+    preset = PRESET_ALIASES.get(name, name)
+    if preset in MODEL_PRESETS:
+        size = vocabulary or PUBLISHED_VOCABULARIES.get(preset, 64)
+        return ModelSection.model_validate({"preset": preset}).decoder(vocab_size=size), None
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        fail(
+            f"{name}: neither a preset ({', '.join(MODEL_PRESETS)}) nor a file; name a preset, an "
+            "experiment's YAML file or a Hugging Face config.json",
+            status=WRONG_CONFIG,
+        )
+    if path.suffix == ".json":
+        try:
+            given = json_module.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            fail(f"{path}: not JSON: {error}", status=WRONG_CONFIG)
+        return ModelConfig.from_hf(given | ({"vocab_size": vocabulary} if vocabulary else {})), None
+    experiment = load(path, None, None)
+    return experiment.model.decoder(vocab_size=vocabulary or 64), experiment.optimizer
+
+
+def _mesh_sizes(text: str | None) -> dict[str, int]:
+    from jaxtrain.config.model import MeshAxes
+
+    known, sizes = list(MeshAxes.model_fields), {}
+    for item in (text or "").split(",") if text else []:
+        axis, _, size = item.strip().partition("=")
+        if axis not in known or not size.isdigit() or int(size) < 1:
+            fail(
+                f"--mesh: {item!r} is not an axis ({', '.join(known)}) = a positive number of devices",
+                status=WRONG_CONFIG,
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _memory(definition: Definition, section: OptimizerSection, sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes of one device, each part laid out as training lays it out."""
+    from jaxtrain.models.inspection import abstract_mesh, bytes_on_device
+    from jaxtrain.optim.optimizer import build
+    from jaxtrain.training.context import optimizer_config
+    from jaxtrain.training.trainer import abstract_state, place, sharded_shapes
+
+    mesh = abstract_mesh(sizes)
+    settings = optimizer_config(section, head_dim=definition.config.head_dim)
+    optimizer = build(settings, sharded_shapes(definition, mesh))
+    state, where = abstract_state(definition, optimizer), place(definition, optimizer, mesh).state
+    parameters = bytes_on_device(state.params, where.params)
+    found = {
+        "parameters": parameters + bytes_on_device(state.buffers, where.buffers),
+        "gradients": parameters,
+        "optimizer": bytes_on_device(state.optimizer, where.optimizer),
+    }
+    return found | {"total": sum(found.values())}
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console, parameters, flops = Console(), found["parameters"], found["flops_per_token"]
+    right = {"justify": "right"}
+    table = Table(
+        "part",
+        Column("parameters", **right),
+        Column("active", **right),
+        title=f"{found['model']} ({found['architecture']}, vocabulary {found['vocabulary']})",
+        title_justify="left",
+    )
+    for part, counts in parameters["parts"].items():
+        table.add_row(part, f"{counts['held']:,}", f"{counts['active']:,}")
+    table.add_section()
+    table.add_row("total", f"{parameters['total']:,}", f"{parameters['active']:,}")
+    table.add_row("without embedding, head, MTP", f"{parameters['body']:,}", f"{parameters['body_active']:,}")
+    console.print(table)
+    console.print(
+        f"operations a token, at {found['sequence_length']} tokens: "
+        f"training {flops['training']:.4g}, inference {flops['inference']:.4g}"
+    )
+    if "mesh" in found:
+        axes = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+        shares = ", ".join(
+            f"{part} {size / 2**30:.2f} GiB" for part, size in found["bytes_per_device"].items()
+        )
+        console.print(f"on each device of {axes}: {shares}")
