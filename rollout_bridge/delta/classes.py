@@ -15,8 +15,7 @@ import numpy as np
 
 CLASSES = 16
 _EXPONENT_SHIFT = {1: 3, 2: 7, 4: 23}  # of e4m3, BF16 and F32 patterns, by bytes
-_CHUNK = 1 << 20
-_SAMPLE = 1 << 18
+_SAMPLE = 1 << 16  # elements that classes are chosen from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,10 @@ def magnitudes(values: np.ndarray) -> np.ndarray:
 
 
 def exponents_start(old: np.ndarray) -> int:
-    """The exponent field at which classes start, such that the last class holds the largest old value."""
+    """The exponent field at which classes start, such that the last class holds about the largest value."""
     if old.dtype.itemsize == 1 or old.size == 0:
         return 0
-    largest = max(int(magnitudes(old[begin : begin + _CHUNK]).max()) for begin in range(0, old.size, _CHUNK))
+    largest = int(magnitudes(old[:: max(1, old.size // _SAMPLE)]).max())
     return max(0, (largest >> _EXPONENT_SHIFT[old.dtype.itemsize]) - (CLASSES - 1))
 
 

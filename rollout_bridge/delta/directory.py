@@ -36,14 +36,18 @@ class Directory:
         if not len(boundaries):
             return cls(np.zeros((1, 0), "<u8"), np.array([[old.size]]))
         count = -(-old.size // 64)
-        words = np.zeros((len(boundaries) + 1, count), "<u8")
+        words = np.empty((len(boundaries) + 1, count), "<u8")
+        words[:, -1:] = 0  # the bits past the end
         for begin in range(0, old.size, _CHUNK):
             part = magnitudes(old[begin : begin + _CHUNK])
             here = words[:, begin // 64 : begin // 64 + -(-part.size // 64)]
             _fill(here.view(np.uint8), part, boundaries)
         before = np.zeros((len(words), count + 1), np.int32 if old.size < 1 << 31 else np.int64)
-        for members, total in zip(words, before, strict=True):
+        rest = np.minimum(np.arange(count + 1, dtype=before.dtype) * 64, old.size)
+        for members, total in zip(words[:-1], before[:-1], strict=True):
             np.cumsum(np.bitwise_count(members), out=total[1:])
+            rest -= total
+        before[-1] = rest
         return cls(words, before)
 
     @property
@@ -93,10 +97,11 @@ def _fill(octets: np.ndarray, magnitude: np.ndarray, boundaries: np.ndarray) -> 
     below = np.zeros(used, np.uint8)
     for number, boundary in enumerate(boundaries):
         upper = np.packbits(magnitude < magnitude.dtype.type(boundary), bitorder="little")
-        np.bitwise_and(upper, ~below, out=octets[number, :used])
+        np.bitwise_xor(upper, below, out=octets[number, :used])
         below = upper
-    everything = np.packbits(np.ones(magnitude.size, bool), bitorder="little")
-    np.bitwise_and(everything, ~below, out=octets[-1, :used])
+    np.invert(below, out=octets[-1, :used])
+    if magnitude.size % 8:
+        octets[-1, used - 1] &= (1 << magnitude.size % 8) - 1
 
 
 def _place_in_word(bits: np.ndarray, ranks: np.ndarray) -> np.ndarray:

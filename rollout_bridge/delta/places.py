@@ -16,10 +16,11 @@ from rollout_bridge.delta.directory import Directory
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader
 
-_SAMPLE = 1 << 17  # changed elements from which a partition is chosen
+_SAMPLE = 1 << 16  # changed elements from which a partition is chosen
 _MODEL_BITS = 18.0  # about what describing one more class costs
 _SORT_UP_TO = 24  # elements a change from which sorting the changes beats looking at every element
 _CHUNK = 1 << 19  # elements merged at once: they stay within a core's cache
+_SLICE = 1 << 16  # changes sorted at once, for the same reason
 _LARGE = 1 << 18  # elements of an array that takes noticeable time
 _TIME_SHARE = 0.004  # part of a large update that telling one more class apart has to save: it costs a pass
 
@@ -88,12 +89,21 @@ def by_class(
     fine = classes.fine_classes(old_values, start)
     mask = _partition(old, start, fine, old_values, new_values, effort)
     of_class = classes.merged_classes(fine, mask)
-    order = np.argsort(of_class, kind="stable")
     directory = Directory.of(old, classes.used_boundaries(mask, old.dtype.itemsize, start))
     moved = np.bincount(of_class, minlength=len(directory.words))
-    parts = np.split(indices[order], np.cumsum(moved)[:-1])
-    ranks = [directory.ranks(number, part) for number, part in enumerate(parts)]
-    return Places(start, mask, directory.sizes, moved, order, np.concatenate(ranks))
+    order, ranks = np.empty_like(indices), np.empty_like(indices)
+    filled = (np.cumsum(moved) - moved).tolist()
+    for begin in range(0, indices.size, _SLICE):
+        part = of_class[begin : begin + _SLICE]
+        local = np.argsort(part, kind="stable")
+        ends = np.cumsum(np.bincount(part, minlength=moved.size)).tolist()
+        for number, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            here = local[first:end] + begin
+            target = slice(filled[number], filled[number] + here.size)
+            order[target] = here
+            ranks[target] = directory.ranks(number, indices[here])
+            filled[number] += here.size
+    return Places(start, mask, directory.sizes, moved, order, ranks)
 
 
 def read_directory(reader: Reader, old: np.ndarray, *, partitioned: bool) -> Directory:
