@@ -11,6 +11,9 @@ The first prints, for 64 matrices of 512x256 and for the model of configs/quicks
     ratio_same_arithmetic  optax.contrib.muon over ours with the same coefficients, steps and order
     matmul_fraction        Newton-Schulz operations of `ours` over the whole update's time, as a fraction of
                            the rate of one large product on the same machine in the same rounds
+    matmul_fractions       the same of every program with the same polynomial, always counting the operations
+                           of the direct order; and the time of the iteration's own small products alone over
+                           that of `ours` (`ours_of_own_products`)
     flops_ratio_ideal      operations of the busiest of 8 devices in the compiled program over whole matrices
                            dealt out evenly, and `collectives` of that program; by layout
     step_share             the update's part of a training step
@@ -115,6 +118,19 @@ def peak_programs() -> dict[str, tuple[Callable[[], Any], int]]:
     return found
 
 
+def own_products(params: Mapping[str, jax.Array]) -> dict[str, Callable[[], Any]]:
+    """Returns the products of one direct step of every matrix, by kind, without what is between them."""
+    found: dict[str, Callable[[], Any]] = {}
+    for layout in muon_layouts(OptimizerConfig(), params).values():
+        m, k = sorted(layout.matrix)
+        x, square = jnp.ones((m, k)) / k, jnp.ones((m, m)) / m
+        for kind, left, right in (("x @ x.T", x, x.T), ("a @ a", square, square), ("b @ x", square, x)):
+            lefts = [left + i * 1e-6 for i in range(layout.count)]
+            multiply = jax.jit(lambda lefts, right: [left @ right for left in lefts])
+            found[f"{kind} {m} {k}"] = lambda f=multiply, a=lefts, b=right: f(a, b)
+    return found
+
+
 def best_seconds(
     programs: Mapping[str, Callable[[], Any]], *, repeats: int
 ) -> dict[str, tuple[float, float]]:
@@ -139,10 +155,9 @@ def measure(
         path: jnp.asarray(rng.normal(size=p.shape) * 1e-3, jnp.float32) for path, p in params.items()
     }
     updates = {name: update_program(tx, params, gradients) for name, tx in optimizers(params).items()}
-    peaks = peak_programs()
-    seconds = best_seconds(
-        {**updates, **others, **{name: program for name, (program, _) in peaks.items()}}, repeats=repeats
-    )
+    peaks, products = peak_programs(), own_products(params) if len(params) == 1 else {}
+    large = {name: program for name, (program, _) in peaks.items()}
+    seconds = best_seconds({**updates, **others, **products, **large}, repeats=repeats)
     operations = {
         name: sum(
             group.operations for group in work(config, muon_layouts(OptimizerConfig(muon=config), params))
@@ -157,6 +172,16 @@ def measure(
     def peak(clock: int) -> float:
         return max(flops / seconds[name][clock] / 1e9 for name, (_, flops) in peaks.items())
 
+    def fractions(clock: int) -> dict[str, float]:
+        same = {
+            name: operations["ours"] / seconds[name][clock] for name in ("ours", "ours_gram", "optax_muon")
+        }
+        fraction = {name: rate / 1e9 / peak(clock) for name, rate in same.items()}
+        if products:
+            alone = 5 * sum(seconds[name][clock] for name in products)
+            fraction["ours_of_own_products"] = alone / seconds["ours"][clock]
+        return fraction
+
     def ratio(name: str, clock: int = 0) -> float:
         return seconds["optax_muon"][clock] / seconds[name][clock]
 
@@ -165,6 +190,7 @@ def measure(
         "ratio_vs_optax_muon": ratio("ours_less_arithmetic"),
         "ratio_same_arithmetic": ratio("ours"),
         "matmul_fraction": rates(0)["ours"] / peak(0),
+        "matmul_fractions": fractions(0),
         "gflop": {name: flops / 1e9 for name, flops in operations.items()},
         "gflop_per_s": rates(0),
         "peak_gflop_per_s": peak(0),
@@ -174,6 +200,7 @@ def measure(
             "ratio_vs_optax_muon": ratio("ours_less_arithmetic", 1),
             "ratio_same_arithmetic": ratio("ours", 1),
             "matmul_fraction": rates(1)["ours"] / peak(1),
+            "matmul_fractions": fractions(1),
         },
     }
 
