@@ -10,6 +10,7 @@ them out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,62 +26,67 @@ def target_logprobs(
     params: Mapping[str, jax.Array],
     hidden_BSD: jax.Array,
     targets_BS: jax.Array,
-    *,
-    temperature_BS: jax.Array | None = None,
+    **options_BS: jax.Array | None,
 ) -> TokenLogprobs:
     """`token_logprobs` of all tokens, arrays [N] in the order of `targets_BS.reshape(-1)`.
 
+    options_BS: its arrays of tokens by name without the axes (temperature, counted), each [B, S] or None.
     Axes may precede the rows, the same in all arguments.
     """
     head_DV = definition.head(params)
+    options = {name: value for name, value in options_BS.items() if value is not None}
     if definition.mesh is None:
-        return token_logprobs(
-            hidden_BSD.reshape(-1, hidden_BSD.shape[-1]),
-            head_DV,
-            targets_BS.reshape(-1),
-            temperature_N=None if temperature_BS is None else temperature_BS.reshape(-1),
-        )
-    temperature_BS = jnp.ones(targets_BS.shape, jnp.float32) if temperature_BS is None else temperature_BS
-    out = _on_mesh(hidden_BSD, head_DV.astype(hidden_BSD.dtype), targets_BS, temperature_BS, definition.mesh)
-    return jax.tree.map(lambda x: x.reshape(-1), out)
+        return _of_tokens(hidden_BSD, head_DV, targets_BS, options)
+    return _on_mesh(hidden_BSD, head_DV.astype(hidden_BSD.dtype), targets_BS, options, definition.mesh)
+
+
+def _of_tokens(
+    hidden_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, options: dict[str, jax.Array]
+) -> TokenLogprobs:
+    hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+    flat = {f"{name}_N": value.reshape(-1) for name, value in options.items()}
+    return token_logprobs(hidden_ND, head_DV, targets_BS.reshape(-1), **flat)
 
 
 def _on_mesh(
-    hidden_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, temperature_BS: jax.Array, mesh: Mesh
+    hidden_BSD: jax.Array,
+    head_DV: jax.Array,
+    targets_BS: jax.Array,
+    options: dict[str, jax.Array],
+    mesh: Mesh,
 ) -> TokenLogprobs:
     shared_by = axis_size(mesh, TENSOR_AXIS)
 
     def local(
-        hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: jax.Array
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, options: dict[str, jax.Array]
     ) -> TokenLogprobs:
         for axis, dimension in ((FSDP_AXIS, 0), (TENSOR_AXIS, 1)):
             if axis_size(mesh, axis) > 1:
                 head = jax.lax.all_gather(head, axis, axis=dimension, tiled=True)
-        tokens = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), temperature.reshape(-1))
         if shared_by == 1:
-            out = token_logprobs(tokens[0], head, tokens[1], temperature_N=tokens[2])
+            out = _of_tokens(hidden, head, targets, options)
         else:
-            hidden_ND, targets_N, temperature_N = (_own_share(x, shared_by) for x in tokens)
-            # Padding has temperature 0: any positive one will do.
-            out = token_logprobs(
-                hidden_ND, head, targets_N, temperature_N=jnp.where(temperature_N > 0, temperature_N, 1)
-            )
+            share = partial(_own_share, shared_by=shared_by)
+            flat = jax.tree.map(lambda x: share(x.reshape(-1)), (targets, options))
+            out = _of_tokens(share(hidden.reshape(-1, hidden.shape[-1])), head, *flat)
             out = jax.tree.map(lambda x: jax.lax.all_gather(x, TENSOR_AXIS, tiled=True), out)
         return jax.tree.map(lambda x: x[: targets.size].reshape(targets.shape), out)
 
     rows = PartitionSpec(*(None for _ in targets_BS.shape[2:]), *activation_spec(mesh))
     fsdp, tensor = (axis if axis in mesh.axis_names else None for axis in (FSDP_AXIS, TENSOR_AXIS))
-    return jax.shard_map(
+    out = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(rows, PartitionSpec(fsdp, tensor), rows, rows),
         out_specs=rows,
         check_vma=False,
-    )(hidden_BSD, head_DV, targets_BS, temperature_BS)
+    )(hidden_BSD, head_DV, targets_BS, options)
+    return jax.tree.map(lambda x: x.reshape(-1), out)
 
 
-def _own_share(x_Nx: jax.Array, shared_by: int) -> jax.Array:
-    """This device's run of ceil(N / shared_by) tokens, filled up with zeros."""
+def _own_share(x_Nx: jax.Array, *, shared_by: int) -> jax.Array:
+    """This device's run of ceil(N / shared_by) tokens, filled up with copies of the last."""
     size = -(-x_Nx.shape[0] // shared_by)
-    padded = jnp.pad(x_Nx, ((0, size * shared_by - x_Nx.shape[0]), *((0, 0) for _ in x_Nx.shape[1:])))
+    extra = size * shared_by - x_Nx.shape[0]
+    padded = jnp.pad(x_Nx, ((0, extra), *((0, 0) for _ in x_Nx.shape[1:])), mode="edge")
     return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR_AXIS) * size, size)
