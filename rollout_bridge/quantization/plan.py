@@ -23,16 +23,25 @@ class Format(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ServingLayout:
-    """How the engine splits the model: tensor-parallel ranks, and whether experts are spread whole over them
-    instead of sliced.
+    """How the engine splits the model.
+
+    tensor_parallel: ranks that slice every layer. data_parallel: engines side by side, which slice routed
+    experts among all their ranks. expert_parallel: experts are spread whole over those ranks instead.
     """
 
     tensor_parallel: int = 1
     expert_parallel: bool = False
+    data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel: {self.tensor_parallel} is not a positive number of ranks")
+        for name in ("tensor_parallel", "data_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not a positive number of ranks")
+
+    @property
+    def expert_slices(self) -> int:
+        """Parts that a routed expert is cut into."""
+        return 1 if self.expert_parallel else self.tensor_parallel * self.data_parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +139,8 @@ def plan_for(
     value heads can be split before they are replicated (more ranks than key/value heads); without it they are
     taken to split evenly. `quantize=False`: everything BF16.
 
-    The rule of refusal is vLLM 0.32's (`validate_fp8_block_shape` and its MoE twin).
+    The rule of refusal is vLLM 0.32's (`validate_fp8_block_shape` and its MoE twin). Raises ValueError for a
+    layout whose ranks cannot share a layer evenly, which no engine loads in any format.
     """
     if architecture not in _LAYERS:
         raise ValueError(f"architecture: no quantization plan for {architecture!r}; known: {sorted(_LAYERS)}")
@@ -143,9 +153,11 @@ def plan_for(
         name for name, shape in shapes.items() if len(shape) == 2 and not _ALWAYS_BF16.fullmatch(name)
     ]
     for layer in _LAYERS[architecture](candidates):
-        if serving is not None and not _accepts(layer, shapes, serving, head_dim):
-            refused_modules.add(layer.module)
-            continue
+        if serving is not None:
+            _check_even(layer, shapes, serving, head_dim)
+            if not _accepts(layer, shapes, serving, head_dim):
+                refused_modules.add(layer.module)
+                continue
         for name in layer.names:
             formats[name] = Format.fp8_block
     quantized = {_module(name) for name, chosen in formats.items() if chosen is Format.fp8_block}
@@ -154,15 +166,55 @@ def plan_for(
     return QuantizationPlan(formats, BLOCK, tuple(sorted(plain | experts)))
 
 
+def check_servable(
+    plan: QuantizationPlan,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    architecture: str,
+    serving: ServingLayout,
+    head_dim: int | None = None,
+) -> None:
+    """Raises ValueError naming a matrix that an FP8 engine of this layout refuses."""
+    mine = plan_for(shapes, architecture=architecture, serving=serving, head_dim=head_dim)
+    refused = [
+        name
+        for name, chosen in plan.formats.items()
+        if chosen is Format.fp8_block and mine.formats.get(name) is not Format.fp8_block
+    ]
+    if refused:
+        raise ValueError(
+            f"quantization plan: {serving} cannot take {len(refused)} FP8 matrices in blocks of {BLOCK[0]}, "
+            f"the first is {refused[0]}. Serve with the layout the run was planned for, serve BF16, or start "
+            "a run whose plan is made for this layout"
+        )
+
+
+def _check_even(
+    layer: _Layer, shapes: Mapping[str, tuple[int, ...]], serving: ServingLayout, head_dim: int | None
+) -> None:
+    ranks = serving.expert_slices if layer.role == "experts" else serving.tensor_parallel
+    for name in layer.names:
+        rows, columns = shapes[name]
+        size = columns if layer.role == "row" or name.endswith("down_proj.weight") else rows
+        unit = "rows or columns"
+        if layer.role == "qkv" and head_dim is not None:
+            size, unit = size // head_dim, "heads"
+            if name != layer.names[0] and ranks % size == 0:
+                continue  # key and value heads are repeated
+        if size % ranks:
+            raise ValueError(f"{serving}: {ranks} ranks cannot share the {size} {unit} of {name}")
+
+
 def _accepts(
     layer: _Layer, shapes: Mapping[str, tuple[int, ...]], serving: ServingLayout, head_dim: int | None
 ) -> bool:
     ranks = serving.tensor_parallel
     if layer.role == "experts":
+        slices = serving.expert_slices
         # Gate and up are [expert hidden, model], down is [model, expert hidden]; only the hidden axis is
         # sliced.
         hidden = {shapes[name][1 if name.endswith("down_proj.weight") else 0] for name in layer.names}
-        return all(_slices_into_blocks(size, 1 if serving.expert_parallel else ranks) for size in hidden)
+        return all(_slices_into_blocks(size, slices) for size in hidden)
     if layer.role == "row":
         return ranks == 1 or all(_slices_into_blocks(shapes[name][1], ranks) for name in layer.names)
     sizes = [shapes[name][0] for name in layer.names]

@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from rollout_bridge.quantization.plan import Format, QuantizationPlan, ServingLayout, plan_for
+from rollout_bridge.quantization.plan import (
+    Format,
+    QuantizationPlan,
+    ServingLayout,
+    check_servable,
+    plan_for,
+)
 
 ARCHITECTURE = "glm4_moe"
 
@@ -99,6 +105,33 @@ def test_one_rank_may_end_a_merged_layer_in_a_partial_block() -> None:
 
 def test_engines_given_bf16_refuse_nothing() -> None:
     assert not _refused(_shapes(model=96, head_dim=24, dense=100, expert=20), None)
+
+
+def test_data_parallel_engines_slice_experts_among_all_their_ranks() -> None:
+    """1536 on 2 x 4 ranks: 192 rows, refused; spread whole, taken. Nothing else depends on the engines."""
+    shapes = _shapes(model=5120, dense=12288, expert=1536)
+    assert not _refused(shapes, ServingLayout(4))
+    assert _refused(shapes, ServingLayout(4, data_parallel=2)) == {"model.layers.1.mlp.experts"}
+    assert not _refused(shapes, ServingLayout(4, data_parallel=2, expert_parallel=True))
+
+
+def test_a_layout_that_no_engine_loads_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel=5.*cannot share the 96 heads of .*q_proj\.weight"):
+        plan_for(_shapes(), architecture=ARCHITECTURE, serving=ServingLayout(5), head_dim=128)
+    with pytest.raises(ValueError, match=r"12 ranks cannot share the 8 heads of .*k_proj\.weight"):
+        plan_for(_shapes(), architecture=ARCHITECTURE, serving=ServingLayout(12), head_dim=128)
+    with pytest.raises(ValueError, match="data_parallel: 0 is not a positive number"):
+        ServingLayout(data_parallel=0)
+
+
+def test_a_plan_of_another_layout_is_refused_before_an_engine_is_started() -> None:
+    shapes = _shapes()
+    plan = plan_for(shapes, architecture=ARCHITECTURE, serving=ServingLayout(1), head_dim=128)
+    check_servable(plan, shapes, architecture=ARCHITECTURE, serving=ServingLayout(1), head_dim=128)
+    with pytest.raises(ValueError, match=r"tensor_parallel=2.*FP8 matrices.*the first is .*proj\.weight"):
+        check_servable(plan, shapes, architecture=ARCHITECTURE, serving=ServingLayout(2), head_dim=128)
+    of_two = plan_for(shapes, architecture=ARCHITECTURE, serving=ServingLayout(2), head_dim=128)
+    check_servable(of_two, shapes, architecture=ARCHITECTURE, serving=ServingLayout(1), head_dim=128)
 
 
 def test_unquantised_plans_list_every_matrix() -> None:
