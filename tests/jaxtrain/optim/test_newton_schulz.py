@@ -8,7 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.optim.newton_schulz import Algorithm, coefficients, floating_point_operations, orthogonalize
+from jaxtrain.optim.newton_schulz import (
+    Algorithm,
+    Normalization,
+    coefficients,
+    floating_point_operations,
+    orthogonalize,
+)
 
 
 def _oracle(matrices, polynomials, *, norm=2):
@@ -103,9 +109,37 @@ def test_polar_express_is_closer_to_orthogonal_than_standard():
     assert 0.2 < worst("standard", 10) < 0.4
 
 
+@pytest.mark.parametrize("normalization", Normalization)
 @pytest.mark.parametrize("algorithm", Algorithm)
-def test_zero_matrices_stay_zero(algorithm):
-    found = orthogonalize(jnp.zeros((2, 4, 6)), coefficients("standard", 5), algorithm=algorithm)
+def test_a_matrix_of_rank_one_keeps_its_direction_and_gains_no_other(algorithm, normalization):
+    """Both norms are its one singular value: u v^T times the polynomials at 1, by hand."""
+    rng = np.random.default_rng(0)
+    u, v = rng.normal(size=(12, 1)), rng.normal(size=(20, 1))
+    u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
+    polynomials, value = coefficients("standard", 5), 1.0
+    for a, b, c in polynomials:
+        value = a * value + b * value**3 + c * value**5
+    matrix = jnp.asarray(3e-4 * u @ v.T, jnp.float32)[None]
+    found = orthogonalize(matrix, polynomials, algorithm=algorithm, normalization=normalization)
+    np.testing.assert_allclose(found[0], value * u @ v.T, atol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_converges_to_an_orthogonal_matrix(algorithm):
+    """Wide: rows orthonormal. Tall: columns. Eight steps bring all singular values above 1e-3 to 1."""
+    matrix = jax.random.normal(jax.random.key(3), (1, 16, 40))
+    polynomials = coefficients("polar_express", 8)
+    wide = orthogonalize(matrix, polynomials, algorithm=algorithm)[0]
+    tall = orthogonalize(matrix.mT, polynomials, algorithm=algorithm)[0]
+    np.testing.assert_allclose(wide @ wide.T, np.eye(16), atol=0.02)
+    np.testing.assert_allclose(tall, wide.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalization", Normalization)
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_zero_matrices_stay_zero(algorithm, normalization):
+    how = {"algorithm": algorithm, "normalization": normalization}
+    found = orthogonalize(jnp.zeros((2, 4, 6)), coefficients("standard", 5), **how)
     np.testing.assert_array_equal(found, 0.0)
     assert orthogonalize(jnp.zeros((0, 4, 6)), coefficients("standard", 5)).shape == (0, 4, 6)
 
