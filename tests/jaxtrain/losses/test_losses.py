@@ -41,6 +41,46 @@ def test_chunks_change_neither_value_nor_gradient(chunk):
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+def test_tokens_that_are_not_counted_are_neither_computed_nor_trained():
+    """As the plain formula with their weights at 0; their own hidden state may even be infinite."""
+    rng = np.random.default_rng(1)
+    hidden, head = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((13, 8), (8, 70)))
+    targets, counted = jnp.asarray(rng.integers(0, 70, 13)), jnp.asarray(np.arange(13) % 3 == 1)
+
+    def plain(hidden, head):
+        return (jax.nn.log_softmax(hidden @ head)[jnp.arange(13), targets] * counted).sum()
+
+    def chunked(hidden, head):
+        return token_logprobs(hidden, head, targets, counted_N=counted, chunk=3).logprobs.sum()
+
+    expected = jax.value_and_grad(plain, argnums=(0, 1))(hidden, head)
+    ignored = jnp.where(counted[:, None], hidden, jnp.inf).at[12].set(hidden[12])  # 12 fills the last chunk
+    found = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, head)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert np.isfinite(chunked(ignored, head))
+
+
+def test_peak_memory_grows_with_the_vocabulary_by_one_chunk_of_logits():
+    """Temporaries of value and gradient, apart from the head itself and its gradient, at two vocabularies."""
+    tokens, width, chunk = 8192, 16, 128
+
+    def temporaries(vocabulary: int) -> int:
+        hidden = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+        head = jax.ShapeDtypeStruct((width, vocabulary), jnp.float32)
+        targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+        def loss(hidden, head, targets):
+            return token_logprobs(hidden, head, targets, chunk=chunk).logprobs.sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()
+        return compiled.memory_analysis().temp_size_in_bytes - 2 * 4 * width * vocabulary
+
+    growth = temporaries(16384) - temporaries(4096)
+    one_chunk = 4 * chunk * (16384 - 4096)
+    assert growth < 3 * one_chunk  # logits and their gradient, of 64 such chunks
+
+
 def test_peak_memory_does_not_hold_all_logits():
     """Temporaries of value and gradient stay below [tokens, vocabulary] float32."""
     tokens, width, vocabulary = 4096, 16, 8192
