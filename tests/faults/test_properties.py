@@ -265,7 +265,7 @@ ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
 chains = given(events=events, seed=st.integers(0, 1 << 20), full_every=st.integers(1, 5))
 
 
-@settings(ordinary, max_examples=20)
+@settings(ordinary, max_examples=10)
 @chains
 def test_whatever_happens_a_reader_holds_a_published_version(events, seed, full_every, tmp_path_factory):
     live(events, seed, full_every, tmp_path_factory.mktemp("property"))
