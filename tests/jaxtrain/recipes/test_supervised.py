@@ -17,10 +17,14 @@ from jaxtrain.recipes import sft
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import read_metrics
 
-CONFIG = Path(__file__).parents[3] / "configs" / "sft.yaml"
-OVERRIDES = [
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "sft.yaml"
+SMALL_MODEL = (
     "model={preset: nano, compute_dtype: float32, hidden_size: 32, num_hidden_layers: 2, head_dim: 16,"
-    " intermediate_size: 32, moe_intermediate_size: 16, n_routed_experts: 4, rope_theta: 40000}",
+    " intermediate_size: 32, moe_intermediate_size: 16, n_routed_experts: 4, rope_theta: 40000}"
+)
+OVERRIDES = [
+    SMALL_MODEL,
     "environment.held_out_prompts=8",
     # Four microbatches of 8 x 32 tokens from the third step or so on, then rows twice as long.
     "sft.batch={start_tokens: 256, end_tokens: 1K, ramp_tokens: 1K}",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
+from jaxtrain.optim.noise_scale import estimate
 from jaxtrain.optim.optimizer import OptimizerConfig, build
 from jaxtrain.training.trainer import (
     compile_apply,
@@ -40,7 +43,7 @@ def documents(count: int) -> list[Document]:
     ]
 
 
-def trainer(axes: dict[str, int]):
+def trainer(axes: dict[str, int], *, measure_noise: bool = False):
     mesh = MeshSpec(ici=axes).build(jax.devices()[: int(np.prod(list(axes.values())))])
     optimizer = build(OptimizerConfig(), sharded_shapes(DEFINITION, mesh))
     placement = place(DEFINITION, optimizer, mesh)
@@ -51,15 +54,16 @@ def trainer(axes: dict[str, int]):
         loss_function=next_token,
         metric_names=NEXT_TOKEN_METRICS,
         step=compile_apply(optimizer, placement, clip_norm=1.0),
+        measure_noise=measure_noise,
     )
     return programs, placement, initial_state(DEFINITION, optimizer, placement, seed=0)
 
 
-def one_step(setup, batch, *, weight=0.01):
+def one_step(setup, batch, *, weight=0.01, rate=1e-2):
     programs, placement, state = setup
     fresh = jax.tree.map(jnp.copy, state)
     return train_step(
-        programs, placement, fresh, batch, learning_rate=1e-2, router_bias_rate=1e-3, balance_weight=weight
+        programs, placement, fresh, batch, learning_rate=rate, router_bias_rate=1e-3, balance_weight=weight
     )
 
 
@@ -71,20 +75,67 @@ def single():
 def test_microbatches_equal_one_big_batch_and_compile_once(single):
     """Same documents as 1 x 8 rows and as 3 x 2 rows: same update to 1e-6, and no program compiles twice."""
     docs = documents(24)
-    big, big_report = one_step(single, pack(docs, rows=8, sequence_length=48))
+    big, big_report = one_step(single, pack(docs, rows=8, sequence_length=48), rate=1e-3)
     small_batch = pack(docs, rows=2, sequence_length=48)
     assert small_batch.tokens.shape[0] == 3
-    small, small_report = one_step(single, small_batch)
+    small, small_report = one_step(single, small_batch, rate=1e-3)
     assert small_report.values["loss"] == pytest.approx(big_report.values["loss"], abs=1e-6)
     assert small_report.values["balance_loss"] == pytest.approx(big_report.values["balance_loss"], rel=1e-5)
     for path, value in big.params.items():
-        np.testing.assert_allclose(small.params[path], value, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(small.params[path], value, atol=1e-6, err_msg=path)
     np.testing.assert_array_equal(small.buffers[BIAS], big.buffers[BIAS])
     programs = single[0]
-    compiled = programs.accumulate._cache_size()
-    one_step(single, pack(docs[:20] * 3, rows=2, sequence_length=48))
-    assert programs.accumulate._cache_size() == compiled
+    larger = pack(docs[:20] * 3, rows=2, sequence_length=48)
+    assert larger.tokens.shape[0] > 2 * small_batch.tokens.shape[0]
+    _, report = one_step(single, larger)
+    assert report.compilations == 0
     assert programs.apply._cache_size() == 1
+
+
+def test_memory_does_not_grow_with_the_batch(single):
+    """Bytes of all live arrays while microbatches are added: the same for 3 of them and for 12."""
+    programs, placement, state = single
+
+    def peak(copies: int) -> int:
+        seen = []
+
+        def watched(*arguments):
+            sums = programs.accumulate(*arguments)
+            seen.append(sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted()))
+            return sums
+
+        batch = pack(documents(24) * copies, rows=2, sequence_length=48)
+        one_step((dataclasses.replace(programs, accumulate=watched), placement, state), batch)
+        assert len(seen) == batch.tokens.shape[0]
+        return max(seen)
+
+    gc.collect()
+    assert peak(4) == peak(1)
+
+
+def test_the_noise_scale_is_that_of_the_microbatches_and_changes_nothing(single):
+    """The norm of each microbatch's gradient is the one it reports as a batch of its own."""
+    batch = pack(documents(24), rows=2, sequence_length=48)
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    norms, weights = [], []
+    for index in range(3):
+        alone = Batch(**{name: value[index : index + 1] for name, value in fields.items()})
+        report = one_step(single, alone, weight=0.0)[1].values
+        weights.append(report["weight"])
+        norms.append(report["gradient_norm"] * report["weight"])
+    plain, whole = one_step(single, batch, weight=0.0)
+    expected = estimate(
+        square_norms=sum(norm**2 for norm in norms),
+        square_weights=sum(weight**2 for weight in weights),
+        weight=sum(weights),
+        gradient_norm=whole.values["gradient_norm"],
+    )
+    state, found = one_step(trainer({"fsdp": 1}, measure_noise=True), batch, weight=0.0)
+    assert found.values["noise_signal"] == pytest.approx(expected.signal, rel=1e-3)
+    assert found.values["noise_trace"] == pytest.approx(expected.trace, rel=1e-3)
+    assert "noise_trace" not in whole.values
+    for path, value in plain.params.items():
+        np.testing.assert_allclose(state.params[path], value, atol=1e-6, err_msg=path)
 
 
 def test_the_loss_is_the_mean_over_weighted_tokens(single):
