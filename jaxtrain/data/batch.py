@@ -18,6 +18,8 @@ class Batch:
     each row, 0 is padding. positions: int32 within the document.
     Reinforcement learning adds, per target token, 0 (temperature: 1) where there is none:
     behavior_logprobs, advantages, temperature: float32. versions: int32, -1 where not sampled.
+    routed_experts: int16, two axes more (MoE layer, k): experts that each input token is to keep where
+    plausible, -1 = the trainer's router chooses; None replays nothing.
     """
 
     tokens: np.ndarray | jax.Array
@@ -29,8 +31,10 @@ class Batch:
     advantages: np.ndarray | jax.Array
     temperature: np.ndarray | jax.Array
     versions: np.ndarray | jax.Array
+    routed_experts: np.ndarray | jax.Array | None = None
 
     def microbatches(self) -> Iterator[Batch]:
         """Each microbatch alone, arrays [row, sequence]."""
         for index in range(self.tokens.shape[0]):
-            yield Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+            given = {f.name: getattr(self, f.name) for f in fields(self)}
+            yield Batch(**{name: None if value is None else value[index] for name, value in given.items()})

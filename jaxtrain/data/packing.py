@@ -24,7 +24,8 @@ class Document:
     """T tokens. `loss_weights[t]` weighs the prediction *of* token t; so do the RL arrays.
 
     The first is never predicted.
-    tokens int32 [T], loss_weights float32 [T]; behavior_logprobs, versions [T] or None; advantage and
+    tokens int32 [T], loss_weights float32 [T]; behavior_logprobs, versions [T] or None; routed_experts
+    int16 [T, MoE layers, k] or None: of each token as an input, -1 = unknown; advantage and
     temperature of the whole document.
     """
 
@@ -32,6 +33,7 @@ class Document:
     loss_weights: np.ndarray
     behavior_logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     advantage: float = 0.0
     temperature: float = 1.0
 
@@ -71,11 +73,19 @@ def pack(documents: Sequence[Document], *, rows: int, sequence_length: int) -> B
     } | {name: np.zeros(shape, np.float32) for name in ("loss_weights", "behavior_logprobs", "advantages")}
     arrays["temperature"] = np.ones(shape, np.float32)
     arrays["versions"] = np.full(shape, -1, np.int32)
+    routed = {d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None}
+    if len(routed) > 1:
+        raise PackingError(
+            f"routed experts of documents have shapes [T, *] with {sorted(routed)}, expected one (layers, "
+            "k): they were sampled by different models"
+        )
+    for layers_and_k in routed:
+        arrays["routed_experts"] = np.full((*shape, *layers_and_k), -1, np.int16)
     for row, members in enumerate(bins):
         start = 0
         for segment, index in enumerate(members, start=1):
             start = _place(arrays, row, start, segment, documents[index])
-    split = {k: v.reshape(microbatches, rows, sequence_length) for k, v in arrays.items()}
+    split = {k: v.reshape(microbatches, rows, *v.shape[1:]) for k, v in arrays.items()}
     return Batch(**split)
 
 
@@ -95,4 +105,6 @@ def _place(arrays: dict[str, np.ndarray], row: int, start: int, segment: int, do
         arrays["behavior_logprobs"][at] = document.behavior_logprobs[1:]
     if document.versions is not None:
         arrays["versions"][at] = document.versions[1:]
+    if document.routed_experts is not None:
+        arrays["routed_experts"][at] = document.routed_experts[:-1]
     return start + size

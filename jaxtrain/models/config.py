@@ -106,6 +106,11 @@ class ModelConfig:
         return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
+    def num_routers(self) -> int:
+        """Layers with experts, those of MTP included."""
+        return self.num_moe_layers + self.num_nextn_predict_layers
+
+    @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,12 @@ from jax.sharding import Mesh
 from jaxtrain.models.attention_kernels import documents
 from jaxtrain.models.balance import RouterStatistics, stacked, statistics, without_routers
 from jaxtrain.models.config import ModelConfig, Remat
-from jaxtrain.models.layers import Layers, scan_layers
+from jaxtrain.models.layers import Cache, Layers, scan_layers
+from jaxtrain.models.mtp import NextTokenLayers
 from jaxtrain.models.norm import rms_norm
 from jaxtrain.models.parameters import normal, ones, parameter
 from jaxtrain.models.placement import constrain
 from jaxtrain.models.rope import rotation
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values [L, B, T, K, h] of all layers, dense first. Slot t holds the token at position t."""
-
-    keys: jax.Array
-    values: jax.Array
 
 
 class Decoder(nnx.Module):
@@ -44,6 +36,8 @@ class Decoder(nnx.Module):
         self.final_norm = parameter(rngs, (d,), ("embed_norm",), ones)
         if not config.tie_word_embeddings:
             self.lm_head = Head(rngs, config)
+        if config.num_nextn_predict_layers:
+            self.mtp = NextTokenLayers(rngs, config)
 
     def __call__(
         self,
@@ -93,34 +87,77 @@ class Decoder(nnx.Module):
         used, int32 [B, S, Lm, k]. A position past the cache is written nowhere.
         """
         cos_sin = self._rotation(positions_BS)
-        mask = positions_BS[:, :, None] >= jnp.arange(cache.keys.shape[2])[None, None, :]
-        rows = jnp.arange(tokens_BS.shape[0])[:, None]
         x, first = self._embed(tokens_BS), 0
         used = []
+
+        def body(
+            layer: Layers, carry: tuple[jax.Array, Cache, jax.Array], _: None
+        ) -> tuple[tuple[jax.Array, Cache, jax.Array], jax.Array | None]:
+            x, cache, index = carry
+            x, cache, routing = layer.over_cache(x, cos_sin, positions_BS, cache, index)
+            ids = None if routing is None else routing.ids.reshape(*tokens_BS.shape, -1)
+            return (x, cache, index + 1), ids
+
         for stack in self._stacks():
-            count = stack.input_norm.shape[0]
-
-            def body(
-                layer: Layers, carry: tuple[jax.Array, Cache, jax.Array], _: None
-            ) -> tuple[tuple[jax.Array, Cache, jax.Array], jax.Array | None]:
-                x, cache, index = carry
-                normed = rms_norm(x, layer.input_norm[...], eps=self.config.rms_norm_eps)
-                q, k, v = layer.attention.project(normed, *cos_sin)
-                cache = Cache(
-                    keys=cache.keys.at[index, rows, positions_BS].set(k, mode="drop"),
-                    values=cache.values.at[index, rows, positions_BS].set(v, mode="drop"),
-                )
-                attended = layer.attention.attend(q, cache.keys[index], cache.values[index], mask)
-                x, routing = layer.feed_forward(x + attended)
-                ids = None if routing is None else routing.ids.reshape(*tokens_BS.shape, -1)
-                return (x, cache, index + 1), ids
-
             (x, cache, _), ids = scan_layers(stack, body, (x, cache, jnp.int32(first)), remat=Remat.NONE)
-            first += count
+            first += stack.input_norm.shape[0]
             if ids is not None:
                 used.append(jnp.moveaxis(ids, 0, 2))
         experts = used[0] if used else jnp.zeros((*tokens_BS.shape, 0, 0), jnp.int32)
         return self._final(x), cache, experts
+
+    def predict_further(
+        self,
+        hidden_BSD: jax.Array,
+        tokens_nBS: jax.Array,
+        positions_BS: jax.Array,
+        segment_ids_BS: jax.Array,
+        *,
+        counted_nBS: jax.Array,
+    ) -> tuple[jax.Array, RouterStatistics]:
+        """Final hidden states [n, B, S, D] of the n MTP layers over packed documents, for the head.
+
+        hidden_BSD: what `__call__` gave. tokens_nBS: token i + k of the document at depth k, see `mtp`.
+        counted_nBS: segment ids of the tokens that router statistics count, 0 elsewhere.
+        """
+        packed = documents(segment_ids_BS, self.config.attention_implementation, mesh=self.mesh)
+        cos_sin = self._rotation(positions_BS)
+
+        def body(
+            depth: NextTokenLayers, hidden: jax.Array, inputs: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, tuple[jax.Array, RouterStatistics | None]]:
+            tokens_BS, counted_BS = inputs
+            x = constrain(depth.join(self._embed(tokens_BS), hidden), self.mesh)
+            x, seen = depth.layer.over_documents(x, cos_sin, packed)
+            hidden = constrain(depth.normalised(x), self.mesh)
+            return hidden, (hidden, statistics(seen.routing, counted_BS, self.config))
+
+        inputs = (tokens_nBS, counted_nBS)
+        _, (hidden_nBSD, router) = scan_layers(
+            self.mtp, body, hidden_BSD, inputs, remat=self.config.remat
+        )
+        return hidden_nBSD, router
+
+    def draft(
+        self,
+        hidden_BSD: jax.Array,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        cache: Cache,
+        *,
+        depth: int,
+    ) -> tuple[jax.Array, Cache]:
+        """What MTP layer `depth` (from 0) makes of hidden states and the tokens that follow them.
+
+        `logits` of the result are of the token after those. An engine drafts with depth 0 from `extend`'s
+        hidden states and sampled tokens, then with the next depth, or the same one, from the result.
+        positions_BS: of the hidden states. cache: of the MTP layers alone.
+        """
+        graphdef, state = nnx.split(self.mtp)
+        layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[depth], state))
+        x = layer.join(self._embed(tokens_BS), hidden_BSD)
+        x, cache, _ = layer.layer.over_cache(x, self._rotation(positions_BS), positions_BS, cache, depth)
+        return layer.normalised(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V]; for sampling. Training losses project in chunks instead."""

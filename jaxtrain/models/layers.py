@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -68,6 +69,15 @@ class MoE(nnx.Module):
         return out, routing
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values [L, B, T, K, h] of L layers. Slot t holds the token at position t."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
 @dataclass(frozen=True)
 class Observed:
     """What one layer's pass showed.
@@ -109,6 +119,27 @@ class Layers(nnx.Module):
         x_BSD = x_BSD + self.attention.attend_documents(q, k, v, documents)
         x_BSD, routing = self.feed_forward(x_BSD, replay_BSk)
         return x_BSD, Observed(routing, logits)
+
+    def over_cache(
+        self,
+        x_BSD: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        positions_BS: jax.Array,
+        cache: Cache,
+        index: jax.Array | int,
+    ) -> tuple[jax.Array, Cache, Routing | None]:
+        """One layer over S new tokens a row; its keys and values are those at `index`, and go there."""
+        normed = rms_norm(x_BSD, self.input_norm[...], eps=self.config.rms_norm_eps)
+        q, k, v = self.attention.project(normed, *cos_sin)
+        rows = jnp.arange(positions_BS.shape[0])[:, None]
+        cache = Cache(
+            keys=cache.keys.at[index, rows, positions_BS].set(k, mode="drop"),
+            values=cache.values.at[index, rows, positions_BS].set(v, mode="drop"),
+        )
+        mask = positions_BS[:, :, None] >= jnp.arange(cache.keys.shape[2])[None, None, :]
+        attended = self.attention.attend(q, cache.keys[index], cache.values[index], mask)
+        x_BSD, routing = self.feed_forward(x_BSD + attended)
+        return x_BSD, cache, routing
 
     def feed_forward(
         self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None

@@ -52,7 +52,7 @@ class Linear(nnx.Module):
         layers: int,
         size_in: int,
         size_out: int,
-        axes: tuple[str, str],
+        axes: tuple[str | None, str],
         *,
         stddev: float,
         bias: bool = False,

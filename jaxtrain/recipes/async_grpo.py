@@ -245,6 +245,7 @@ def documents(planned: PlannedStep) -> list[Document]:
             loss_weights=row.mask.astype(np.float32),
             behavior_logprobs=row.trajectory.behavior_logprobs,
             versions=row.trajectory.versions,
+            routed_experts=row.trajectory.routed_experts,
             advantage=row.advantage,
             temperature=row.trajectory.temperature,
         )

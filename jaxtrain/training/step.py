@@ -23,7 +23,9 @@ from jaxtrain.optim.qk_clip import QkClip
 
 Arrays = dict[str, jax.Array]
 Scalar = jax.Array | np.float32
-CORRECTION_BIAS = "moe/mlp/router/correction_bias"
+# Buffers that balance the routers, in the order of the rows of expert counts.
+CORRECTION_BIASES = ("moe/mlp/router/correction_bias", "mtp/layer/mlp/router/correction_bias")
+MTP_METRIC = "mtp_loss"  # what a loss function calls the MTP layers' loss among its metrics
 
 
 @jax.tree_util.register_dataclass
@@ -100,11 +102,12 @@ class StepInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """Float32 scalars of one step. `finite` is False when the step was skipped.
+    """Float32 scalars of one step, and a vector. `finite` is False when the step was skipped.
 
     loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained
     parameters.
-    load_violation: largest over layers of max expert load over mean load, minus 1.
+    load_violation: largest over layers of max expert load over mean load, minus 1; load_violations: of each
+    layer with a router, those of MTP last.
     max_logit: largest attention logit of all heads, before QK-clip; None unless measured.
     """
 
@@ -115,6 +118,7 @@ class StepMetrics:
     weight: jax.Array
     tokens: jax.Array
     load_violation: jax.Array
+    load_violations: jax.Array
     finite: jax.Array
     max_logit: jax.Array | None = None
 
@@ -159,7 +163,7 @@ def zero_sums(
 ) -> Sums:
     """Sums of no microbatch; traceable. measure_noise: with the sums of the gradient noise scale."""
     config = definition.config
-    experts = config.n_routed_experts if config.num_moe_layers else 0
+    experts = config.n_routed_experts if config.num_routers else 0
     scalar = jnp.zeros((), jnp.float32)
     return Sums(
         gradients={path: jnp.zeros_like(value, jnp.float32) for path, value in params.items()},
@@ -167,7 +171,7 @@ def zero_sums(
         weight=scalar,
         balance=scalar,
         tokens=scalar,
-        expert_counts=jnp.zeros((config.num_moe_layers, experts), jnp.float32),
+        expert_counts=jnp.zeros((config.num_routers, experts), jnp.float32),
         metrics={name: scalar for name in metric_names},
         noise=noise_scale.empty() if measure_noise else None,
         max_logits=(
@@ -219,14 +223,18 @@ def apply(
         weight=sums.weight,
         tokens=sums.tokens,
         load_violation=jnp.max(load, initial=1.0) - 1.0,
+        load_violations=jnp.max(load, axis=-1, initial=1.0) - 1.0,
         finite=finite,
         max_logit=None if sums.max_logits is None else sums.max_logits.max(),
     )
 
 
 def _balance(buffers: Arrays, counts_LE: jax.Array, rate: jax.Array) -> Arrays:
-    """The router's correction bias moves by the sign of the whole batch's load, after all sums are in."""
-    if CORRECTION_BIAS not in buffers:
-        return buffers
-    moved = buffers[CORRECTION_BIAS] + correction_bias_update(counts_LE, rate=rate)
-    return {**buffers, CORRECTION_BIAS: moved}
+    """The routers' correction biases move by the sign of the whole batch's load, after all sums are in."""
+    moved, first = dict(buffers), 0
+    for path in CORRECTION_BIASES:
+        if path in buffers:
+            rows = counts_LE[first : first + buffers[path].shape[0]]
+            moved[path] = buffers[path] + correction_bias_update(rows, rate=rate)
+            first += rows.shape[0]
+    return moved

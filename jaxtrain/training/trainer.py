@@ -19,6 +19,7 @@ from jaxtrain.optim.noise_scale import NoiseSums, estimate
 from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.compilations import compilations
 from jaxtrain.training.step import (
+    MTP_METRIC,
     LossFunction,
     LossScales,
     StepInputs,
@@ -185,6 +186,8 @@ def compile_programs(
     step: `compile_apply`'s. measure_noise: report `noise_signal` and `noise_trace` with each step, for one
     more pass over the gradients a microbatch.
     """
+    if definition.config.num_nextn_predict_layers:
+        metric_names = (*metric_names, MTP_METRIC)
     measure_logits = definition.config.measure_max_logits
     sums = sums_shardings(
         placement, metric_names, measure_noise=measure_noise, measure_logits=measure_logits
@@ -243,8 +246,10 @@ def _numbers(metrics: StepMetrics, sums: Sums) -> tuple[dict[str, float], bool]:
     """Numbers on the host, and whether they are finite; the loss's own sums become means over the weight."""
     host, totals, noise = jax.device_get((metrics, sums.metrics, sums.noise))
     weight = max(float(host.weight), 1e-20)
+    apart = ("finite", "load_violations")
     measured = {name: value for name, value in vars(host).items() if value is not None}
-    values = {name: float(value) for name, value in measured.items() if name != "finite"}
+    values = {name: float(value) for name, value in measured.items() if name not in apart}
+    values |= {f"load_violation/{layer}": float(x) for layer, x in enumerate(host.load_violations)}
     values |= {name: float(total) / weight for name, total in totals.items()}
     if noise is not None:
         found = estimate(

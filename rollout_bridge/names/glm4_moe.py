@@ -1,6 +1,7 @@
 """Glm4MoeForCausalLM (GLM-4.5, GLM-4.5-Air and smaller relatives).
 
-Checkpoint layout: one tensor an expert and projection.
+Checkpoint layout: one tensor an expert and projection. The layers that predict further tokens (MTP) follow
+the others; published checkpoints repeat the embedding and the head in each, see `duplicates`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def _tensors(c: Mapping[str, Any]) -> Iterator[TensorSource]:
             yield from layers.norms(c, prefix, "dense", layer)
         else:
             yield from _moe_layer(c, prefix, "moe", layer - dense_layers)
+    for depth in range(c.get("num_nextn_predict_layers") or 0):
+        yield from _next_token_layer(c, f"model.layers.{count + depth}", depth)
     yield from layers.final(c)
 
 
@@ -57,3 +60,26 @@ def _moe_layer(c: Mapping[str, Any], prefix: str, group: str, index: int) -> Ite
         theirs = f"{prefix}.mlp.shared_experts"
         yield from layers.swiglu(theirs, f"{group}/mlp/shared", (index,), field(c, "hidden_size"), width)
     yield from layers.norms(c, prefix, group, index)
+
+
+def _next_token_layer(c: Mapping[str, Any], prefix: str, depth: int) -> Iterator[TensorSource]:
+    hidden = field(c, "hidden_size")
+    for norm in ("enorm", "hnorm"):
+        yield TensorSource(f"{prefix}.{norm}.weight", f"mtp/{norm}", (depth,), False, (hidden,))
+    joint = (hidden, 2 * hidden)
+    yield TensorSource(f"{prefix}.eh_proj.weight", "mtp/eh_proj/kernel", (depth,), True, joint)
+    yield from _moe_layer(c, prefix, "mtp/layer", depth)
+    yield TensorSource(f"{prefix}.shared_head.norm.weight", "mtp/output_norm", (depth,), False, (hidden,))
+
+
+def duplicates(c: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors of a published checkpoint that repeat another: name -> name of the one that is read.
+
+    Engines take the originals for them (vLLM 0.32, transformers 5), so they are neither needed nor written.
+    """
+    found = {}
+    for depth in range(c.get("num_nextn_predict_layers") or 0):
+        prefix = f"model.layers.{field(c, 'num_hidden_layers') + depth}"
+        found[f"{prefix}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        found[f"{prefix}.shared_head.head.weight"] = "lm_head.weight"
+    return found

@@ -14,14 +14,19 @@ from rollout_bridge.names.base import NamesError, TensorSource
 
 @dataclass(frozen=True)
 class Architecture:
-    """Class name that Hugging Face lists under `architectures`, and the tensors of a config.json."""
+    """Class name that Hugging Face lists under `architectures`, and the tensors of a config.json.
+
+    duplicates: names of tensors that a published checkpoint may have beside them, each with the one it
+    repeats.
+    """
 
     name: str
     tensors: Callable[[Mapping[str, Any]], tuple[TensorSource, ...]]
+    duplicates: Callable[[Mapping[str, Any]], dict[str, str]] = lambda _: {}
 
 
 ARCHITECTURES = {
-    "glm4_moe": Architecture(glm4_moe.ARCHITECTURE, glm4_moe.tensors),
+    "glm4_moe": Architecture(glm4_moe.ARCHITECTURE, glm4_moe.tensors, glm4_moe.duplicates),
     "qwen3_moe": Architecture(qwen3_moe.ARCHITECTURE, qwen3_moe.tensors),
     "qwen3": Architecture(qwen3.ARCHITECTURE, qwen3.tensors),
     "llama": Architecture(llama.ARCHITECTURE, llama.tensors),
@@ -34,6 +39,11 @@ def tensors(hf_config: Mapping[str, Any]) -> tuple[TensorSource, ...]:
     Raises `NamesError` for an unknown model_type or a missing field.
     """
     return _find(hf_config).tensors(hf_config)
+
+
+def duplicates(hf_config: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors that a checkpoint may have beside `tensors`, each with the name of the one it repeats."""
+    return _find(hf_config).duplicates(hf_config)
 
 
 def architecture(hf_config: Mapping[str, Any]) -> str:

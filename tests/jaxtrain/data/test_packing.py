@@ -72,3 +72,21 @@ def test_bins_respect_the_capacity_and_waste_less_than_half(lengths):
 def test_a_document_longer_than_a_row_is_refused_by_name():
     with pytest.raises(PackingError, match=r"document 0 has 12 tokens, more than batch.sequence_length 11"):
         pack(documents_of([13]), rows=1, sequence_length=11)
+
+
+def test_routed_experts_travel_with_their_input_tokens():
+    """[T, layers, k] of T tokens: the last is no input; other documents and padding choose for themselves."""
+    experts = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
+    tokens, weights = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
+    known = Document(tokens=tokens, loss_weights=weights, routed_experts=experts)
+    unknown = Document(tokens=tokens[:3], loss_weights=weights[:3])
+    batch = pack([known, unknown], rows=2, sequence_length=6)
+    assert batch.routed_experts is not None and batch.routed_experts.shape == (1, 2, 6, 2, 3)
+    [microbatch] = batch.microbatches()
+    np.testing.assert_array_equal(microbatch.routed_experts[0, :3], experts[:3])
+    assert (microbatch.routed_experts[0, 3:] == -1).all() and (microbatch.routed_experts[1] == -1).all()
+    [without] = pack([unknown], rows=1, sequence_length=6).microbatches()
+    assert without.routed_experts is None
+    other = Document(tokens=tokens, loss_weights=weights, routed_experts=experts[:, :1])
+    with pytest.raises(PackingError, match=r"\[\(1, 3\), \(2, 3\)\]"):
+        pack([known, other], rows=2, sequence_length=6)

@@ -48,7 +48,7 @@ def test_the_threshold_is_of_gates_and_the_filling_of_choices():
 
 @pytest.fixture(scope="module")
 def run():
-    """(ids or None, threshold) -> hidden states, router statistics with experts, gradients of a loss of them."""
+    """(ids or None, threshold) -> hidden states, router statistics with experts, gradients."""
     params = perturbed_parameters(seed=0, config=SMALL)
     tokens = jnp.asarray(tokens_of(np.random.default_rng(5), 2, 16))
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))

@@ -1,0 +1,77 @@
+"""Loss of the multi-token prediction layers."""
+
+# B batch, S sequence, D model, n MTP layers
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.losses.target_logprobs import target_logprobs
+from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.models.definition import Definition
+
+
+@dataclass(frozen=True)
+class Further:
+    """What each depth sees and predicts, [n, B, S].
+
+    tokens: at depth k (from 1) and position i, the document's token i + k. targets: token i + k + 1.
+    weights: of those targets. segment_ids: 0 where the document has no such target.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    segment_ids: jax.Array
+
+
+def further(batch: Batch, depths: int) -> Further:
+    """From a microbatch [B, S], whose `targets` are the tokens that follow."""
+    targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights)
+    segments = jnp.asarray(batch.segment_ids)
+    alike = [segments == _shift(segments, k) for k in range(1, depths + 1)]
+    return Further(
+        tokens=jnp.stack([_shift(targets, k - 1) for k in range(1, depths + 1)]),
+        targets=jnp.stack([_shift(targets, k) for k in range(1, depths + 1)]),
+        weights=jnp.stack([_shift(weights, k) * alike[k - 1] for k in range(1, depths + 1)]),
+        segment_ids=jnp.stack([segments * same for same in alike]),
+    )
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """loss: sum over tokens, the mean over depths. router: of the MTP layers."""
+
+    loss: jax.Array
+    router: RouterStatistics
+
+
+def draft_loss(
+    definition: Definition, params: Mapping[str, jax.Array], hidden_BSD: jax.Array, batch: Batch
+) -> DraftLoss:
+    """Negative log-likelihood of the tokens further ahead, given the decoder's final hidden states.
+
+    Its denominator is the batch's token weight, as the main loss's is, though each depth predicts a token
+    less of each document (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
+    """
+    ahead = further(batch, definition.config.num_nextn_predict_layers)
+    out_nBSD, router = definition.bind(params).predict_further(
+        hidden_BSD,
+        ahead.tokens,
+        jnp.asarray(batch.positions),
+        jnp.asarray(batch.segment_ids),
+        counted_nBS=ahead.segment_ids,
+    )
+    found = target_logprobs(definition, params, out_nBSD, ahead.targets)
+    depths = ahead.tokens.shape[0]
+    return DraftLoss(-(found.logprobs * ahead.weights.reshape(-1)).sum() / depths, router)
+
+
+def _shift(x_BS: jax.Array, by: int) -> jax.Array:
+    """x[:, i + by], 0 past the end."""
+    return jnp.pad(x_BS[:, by:], ((0, 0), (0, by)))
