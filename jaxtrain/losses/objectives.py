@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.losses.mtp import draft_loss
 from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
-from jaxtrain.losses.token_logprobs import TokenLogprobs, token_logprobs
-from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.losses.target_logprobs import target_logprobs
+from jaxtrain.losses.token_logprobs import TokenLogprobs
+from jaxtrain.models.balance import RouterStatistics, joined
 from jaxtrain.models.definition import Definition
-from jaxtrain.training.step import LossFunction, LossSums
+from jaxtrain.training.step import MTP_METRIC, LossFunction, LossSums
 
 NEXT_TOKEN_METRICS = ("entropy",)
 POLICY_METRICS = ("entropy", "inside_fraction", "ratio", "log_ratio_squared")
@@ -20,14 +23,15 @@ POLICY_METRICS = ("entropy", "inside_fraction", "ratio", "log_ratio_squared")
 
 def next_token(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
     """Negative log-likelihood of the targets, summed with `loss_weights`."""
-    out, router = _forward(definition, params, batch, temperature=None)
+    out, hidden, router = _forward(definition, params, batch, temperature=None)
     weights = jnp.asarray(batch.loss_weights).reshape(-1)
-    return LossSums(
+    sums = LossSums(
         loss=-(out.logprobs * weights).sum(),
         weight=weights.sum(),
         metrics={"entropy": (out.entropy * weights).sum()},
         router=router,
     )
+    return _with_drafts(sums, definition, params, hidden, batch)
 
 
 def policy(*, eps_low: float, eps_high: float) -> LossFunction:
@@ -36,8 +40,8 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
     """
 
     def loss(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
-        out, router = _forward(
-            definition, params, batch, temperature=jnp.asarray(batch.temperature).reshape(-1)
+        out, hidden, router = _forward(
+            definition, params, batch, temperature=jnp.asarray(batch.temperature)
         )
         weights = jnp.asarray(batch.loss_weights).reshape(-1)
         sums = double_sided_importance_sampling(
@@ -48,7 +52,7 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
             eps_low=eps_low,
             eps_high=eps_high,
         )
-        return LossSums(
+        policy_sums = LossSums(
             loss=sums.loss,
             weight=weights.sum(),
             metrics={
@@ -59,19 +63,50 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
             },
             router=router,
         )
+        # MTP layers learn to draft what the policy says, and leave the policy alone.
+        fixed = {
+            path: value if path.startswith("mtp/") else jax.lax.stop_gradient(value)
+            for path, value in params.items()
+        }
+        return _with_drafts(policy_sums, definition, fixed, jax.lax.stop_gradient(hidden), batch)
 
     return loss
 
 
+def _with_drafts(
+    sums: LossSums,
+    definition: Definition,
+    params: Mapping[str, jax.Array],
+    hidden_BSD: jax.Array,
+    batch: Batch,
+) -> LossSums:
+    """The same sums with the loss of MTP layers, where the model has them."""
+    if not definition.config.num_nextn_predict_layers:
+        return sums
+    draft = draft_loss(definition, params, hidden_BSD, batch)
+    return replace(
+        sums,
+        mtp=draft.loss,
+        router=joined(sums.router, draft.router),
+        metrics={**sums.metrics, MTP_METRIC: draft.loss},
+    )
+
+
 def _forward(
     definition: Definition, params: Mapping[str, jax.Array], batch: Batch, *, temperature: jax.Array | None
-) -> tuple[TokenLogprobs, RouterStatistics]:
+) -> tuple[TokenLogprobs, jax.Array, RouterStatistics]:
+    """Of the targets, final hidden states [B, S, D], and router statistics."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
-    hidden, router = definition.bind(params)(tokens, positions, jnp.asarray(batch.segment_ids))
-    out = token_logprobs(
-        hidden.reshape(-1, hidden.shape[-1]),
-        definition.head(params),
-        jnp.asarray(batch.targets).reshape(-1),
-        temperature_N=temperature,
+    replay = None if batch.routed_experts is None else jnp.asarray(batch.routed_experts, jnp.int32)
+    hidden, router = definition.bind(params)(
+        tokens, positions, jnp.asarray(batch.segment_ids), replay_BSLk=replay
     )
-    return out, router
+    out = target_logprobs(
+        definition,
+        params,
+        hidden,
+        jnp.asarray(batch.targets),
+        temperature=temperature,
+        counted=jnp.asarray(batch.loss_weights) != 0,
+    )
+    return out, hidden, router
