@@ -122,6 +122,13 @@ class WeightSection(Section):
         "full again once the deltas since add up to this much of one: a new reader fetches twice one at most",
     )
     publish_every: PositiveInt = setting(1, "optimizer steps between versions")
+    tensor_parallel: PositiveInt = setting(
+        1, "ranks of each engine: layers whose slices they cannot take in 128-blocks are not quantised"
+    )
+    data_parallel: PositiveInt = setting(
+        1, "engines that share routed experts, cut among all their ranks unless expert_parallel"
+    )
+    expert_parallel: bool = setting(False, "experts whole on one rank each, so that more of them are FP8")
     retention_versions: NonNegativeInt = setting(
         200,
         "an agent this far behind still finds its deltas; beyond, it takes a full one",

@@ -59,7 +59,16 @@ class Publications:
         config = context.config
         assert isinstance(config, AsyncGrpoConfig)
         shapes = {source.name: source.shape for source in names.tensors(context.hf_config)}
-        plan = plan_for(shapes, architecture=context.hf_config["model_type"], serving=ServingLayout())
+        plan = plan_for(
+            shapes,
+            architecture=context.hf_config["model_type"],
+            serving=ServingLayout(
+                tensor_parallel=config.weights.tensor_parallel,
+                data_parallel=config.weights.data_parallel,
+                expert_parallel=config.weights.expert_parallel,
+            ),
+            head_dim=context.hf_config.get("head_dim"),
+        )
         mine = RunInfo.new(context.hf_config, plan, tokenizer=tokenizer_files(context.tokenizer_dir))
         if processes.process_index() == 0:
             create_or_join(store, mine)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from jaxtrain.config.errors import ConfigError, walk_fields
+from jaxtrain.config.fleet import WeightSection
 from jaxtrain.config.load import load_config, parse_override
 from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import MODEL_PRESETS
@@ -114,3 +115,12 @@ def test_differences_between_recipes_are_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(sft | {"recipe": "sft", "sft": plain["warm_start"]}))
     assert differences(grpo, load_config(path)) == [("recipe", "async_grpo", "sft")]
+
+
+def test_the_layout_of_the_engines_is_part_of_the_run() -> None:
+    """It decides which layers are FP8, so a run that has begun keeps it; how long versions stay does not."""
+    fields = WeightSection.model_fields
+    assert (WeightSection().tensor_parallel, WeightSection().expert_parallel) == (1, False)
+    for name in ("tensor_parallel", "data_parallel", "expert_parallel"):
+        assert not (fields[name].json_schema_extra or {}).get("resumable")
+    assert (fields["retention_s"].json_schema_extra or {}).get("resumable")
