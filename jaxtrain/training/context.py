@@ -161,12 +161,7 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = ModelConfig.from_hf(
-        hf_config,
-        compute_dtype=config.model.compute_dtype,
-        expert_implementation=config.model.expert_implementation,
-        remat=config.model.remat,
-    )
+    model = ModelConfig.from_hf(hf_config, **config.model.numerics)
     qk_clip = qk_clip_of(config.optimizer, model)
     definition = define(replace(model, measure_max_logits=qk_clip is not None))
     optimizer = build(
