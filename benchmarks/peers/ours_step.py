@@ -71,7 +71,7 @@ def main() -> None:
     def step() -> None:
         nonlocal state, compiled, violation
         state, report = trainer.train_step(
-            programs, placement, state, data, learning_rate=1e-3, router_bias_rate=1e-3, balance_weight=0.0
+            programs, placement, state, data, learning_rate=3e-5, router_bias_rate=1e-3, balance_weight=0.0
         )
         compiled, violation = compiled + report.compilations, report.values["load_violation"]
 

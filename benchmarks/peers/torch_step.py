@@ -34,7 +34,7 @@ def main() -> None:
     config._experts_implementation = "grouped_mm"
     model = Glm4MoeForCausalLM._from_config(config, experts_implementation="grouped_mm", dtype=torch.float32)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
     compiled = torch.compile(model)
     tokens = torch.randint(0, config.vocab_size, (SHAPE["rows"], SHAPE["sequence"]))
 
