@@ -53,8 +53,8 @@ class CheckpointReader:
         ]
         if problems:
             raise CheckpointError(
-                f"{self._where}: {len(problems)} leaves are not those of this model; use the configuration it "
-                "was saved with\n  " + "\n  ".join(problems[:10])
+                f"{self._where}: {len(problems)} leaves are not those of this model; use the configuration "
+                "it was saved with\n  " + "\n  ".join(problems[:10])
             )
         try:
             found = ocp.PyTreeCheckpointHandler().restore(
@@ -74,6 +74,6 @@ class CheckpointReader:
 
     def _unreadable(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._where}: could not be read: {reason}\n  Files are missing or damaged: use another step, or "
-            "make the checkpoint again"
+            f"{self._where}: could not be read: {reason}\n  Files are missing or damaged: use another step, "
+            "or make the checkpoint again"
         )
