@@ -68,8 +68,8 @@ def _read(tensor: StoredTensor, offset: int, out: np.ndarray) -> np.ndarray:
             count = os.preadv(descriptor, [view[done : done + _LARGEST_READ]], offset + done)
             if count == 0:
                 raise TruncatedError(
-                    f"{tensor.file}: ends before byte {offset + done}, inside {tensor.name}; it changed while "
-                    "it was read"
+                    f"{tensor.file}: ends before byte {offset + done}, inside {tensor.name}: it changed "
+                    "while it was read"
                 )
             done += count
     finally:

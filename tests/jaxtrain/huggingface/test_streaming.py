@@ -82,7 +82,7 @@ def test_a_file_that_shrinks_after_the_check(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(directory)
     with open(directory / "model.safetensors", "r+b") as file:
         file.truncate(100_000)
-    with pytest.raises(TruncatedError, match=r"ends before byte \d+, inside model.*; it changed"):
+    with pytest.raises(TruncatedError, match=r"ends before byte \d+, inside model.*: it changed"):
         load(checkpoint)
 
 
