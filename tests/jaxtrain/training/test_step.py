@@ -119,7 +119,7 @@ def test_the_noise_scale_is_that_of_the_microbatches_and_changes_nothing(single)
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     norms, weights = [], []
     for index in range(3):
-        alone = Batch(**{name: value[index : index + 1] for name, value in fields.items()})
+        alone = Batch(**{n: None if v is None else v[index : index + 1] for n, v in fields.items()})
         report = one_step(single, alone, weight=0.0)[1].values
         weights.append(report["weight"])
         norms.append(report["gradient_norm"] * report["weight"])
