@@ -138,11 +138,10 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Column, Table
 
     console, parameters, flops = Console(), found["parameters"], found["flops_per_token"]
-    right = {"justify": "right"}
     table = Table(
         "part",
-        Column("parameters", **right),
-        Column("active", **right),
+        Column("parameters", justify="right"),
+        Column("active", justify="right"),
         title=f"{found['model']} ({found['architecture']}, vocabulary {found['vocabulary']})",
         title_justify="left",
     )

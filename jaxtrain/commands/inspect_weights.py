@@ -92,8 +92,7 @@ def _show(found: dict[str, Any]) -> None:
 def _bytes(count: int) -> str:
     if not count:
         return ""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
+    if count < 1000:
+        return f"{count} B"
+    power = min((len(str(count)) - 1) // 3, 3)
+    return f"{count / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"
