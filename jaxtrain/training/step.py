@@ -197,11 +197,11 @@ def apply(
     A batch with a non-finite loss or gradient, or without any weight, changes nothing.
     """
     weight = jnp.maximum(sums.weight, 1e-20)
-    gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-    norm = optax.tree.norm(gradients)
+    norm = optax.tree.norm(sums.gradients) / weight
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss) & (sums.weight > 0)
-    scale = jnp.where(finite, jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-20)), 0.0)
-    gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)
+    # Division and clipping are one factor: gradients are read by the optimizer, never written again.
+    scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-20)) / weight
+    gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), sums.gradients)
     directions, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     steps = jax.tree.map(lambda d: inputs.learning_rate * d, directions)
     params = optax.apply_updates(state.params, steps)
