@@ -1,17 +1,19 @@
-"""`jaxtrain serve`: a vLLM server on this host that follows a run's policy, in one call."""
+"""`jaxtrain serve`: the vLLM servers of this host, which follow a run's policy, in one call."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollout_bridge.engines.protocol import KvPolicy
+from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
+from rollout_bridge.engines.vllm_fleet import ServedFleet
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.store import Store
@@ -32,7 +34,8 @@ class ServeError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """store: URL of the run. state_directory: mirror, engine directories, log and `ready.json` of this host.
+    """store: URL of the run. state_directory: mirror, engine directories, log and `ready.json` of this host;
+        of several servers the last two are in `0/`, `1/` and so on.
 
     first_version_timeout: seconds to wait for the run's first version. startup_timeout: seconds for a server
         to become healthy.
@@ -40,7 +43,9 @@ class ServeSettings:
         that multiplies it (compute capability 8.9) and BF16 elsewhere.
     kv_cache_gib: memory for keys and values; None is 1 GiB on a CPU, and what is free on a GPU.
     moe_routing: have the server send expert choices (GPU only).
-    cpu_threads: cores of the server, as "0-15"; "auto" takes all it may.
+    cpu_threads: cores of all servers, as "0-15" or "0,1"; "auto" takes all they may.
+    servers: on ports from `port` on, each with its share of the cores or GPUs; at_once: how many of them an
+        update may stop at a time. tensor_parallel, data_parallel, expert_parallel: of each server.
     """
 
     store: str
@@ -48,7 +53,13 @@ class ServeSettings:
     agent_id: str
     host: str = "127.0.0.1"
     port: int = 8000
+    servers: int = 1
+    at_once: int = 1
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
     kv_policy: KvPolicy = KvPolicy.KEEP
+    update_mode: UpdateMode = UpdateMode.IN_FLIGHT
     engine_format: Literal["auto", "fp8", "bf16"] = "auto"
     max_model_len: int = 4096
     max_num_seqs: int = 64
@@ -73,18 +84,16 @@ def serve(settings: ServeSettings) -> None:
 
 
 async def _serve(settings: ServeSettings) -> None:
-    on_gpu, multiplies_fp8 = _accelerator()
-    server = server_settings(settings, on_gpu=on_gpu)
+    gpus, multiplies_fp8 = _accelerators()
+    servers = [server_settings(settings, gpus=gpus, number=number) for number in range(settings.servers)]
     settings.state_directory.mkdir(parents=True, exist_ok=True)
-    # A taken port is found before anything is fetched.
-    VllmServer(server, settings.state_directory / "vllm.log").check_port()
+    for server in servers:  # a taken port is found before anything is fetched
+        VllmServer(server, settings.state_directory / "vllm.log").check_port()
     store = await asyncio.to_thread(Store.open, settings.store)
     engine_format: EngineFormat = "fp8" if multiplies_fp8 else "bf16"
     if settings.engine_format != "auto":
         engine_format = settings.engine_format
-    engine = ServedVllm(
-        server, settings.state_directory, kv_policy=settings.kv_policy, engine_format=engine_format
-    )
+    engine = _engine(settings, servers, engine_format)
     agent = SyncAgent(
         store, settings.state_directory / "mirror", engine, settings.agent_id, settings=settings.agent
     )
@@ -108,6 +117,27 @@ async def _serve(settings: ServeSettings) -> None:
         await engine.close()
 
 
+def _engine(
+    settings: ServeSettings, servers: list[VllmServerSettings], engine_format: EngineFormat
+) -> RolloutEngine:
+    """One server, or a fleet that shares what is materialised."""
+    loaded: dict[str, Path] = {}
+    directories = [settings.state_directory / str(number) for number in range(len(servers))]
+    served = [
+        ServedVllm(
+            server,
+            directory if len(servers) > 1 else settings.state_directory,
+            kv_policy=settings.kv_policy,
+            update_mode=settings.update_mode,
+            engine_format=engine_format,
+            materialized=settings.state_directory / "engine",
+            loaded=loaded,
+        )
+        for server, directory in zip(servers, directories, strict=True)
+    ]
+    return served[0] if len(served) == 1 else ServedFleet(served, at_once=settings.at_once)
+
+
 async def wait_for_first_version(store: Store, *, timeout: float) -> None:
     """Returns once the chain has a version. `ServeError` naming store and key after `timeout` seconds."""
     began = time.monotonic()
@@ -123,14 +153,32 @@ async def wait_for_first_version(store: Store, *, timeout: float) -> None:
         await asyncio.sleep(min(POLL_SECONDS, timeout))
 
 
-def server_settings(settings: ServeSettings, *, on_gpu: bool) -> VllmServerSettings:
-    """What the server is started with."""
+def server_settings(settings: ServeSettings, *, gpus: Sequence[str], number: int = 0) -> VllmServerSettings:
+    """What server `number` is started with.
+
+    gpus: ids of this host's, as CUDA_VISIBLE_DEVICES takes them; none on a CPU host.
+    Raises `ServeError` if the servers need more than there are.
+    """
+    on_gpu = bool(gpus)
+    ranks = settings.tensor_parallel * settings.data_parallel
+    environment, cpu_threads = dict(settings.environment), settings.cpu_threads
+    if on_gpu and settings.servers > 1:
+        own = gpus[number * ranks : (number + 1) * ranks]
+        if len(own) < ranks:
+            raise ServeError(
+                f"{settings.servers} servers of {ranks} ranks need {settings.servers * ranks} GPUs, this host "
+                f"has {len(gpus)}: lower rollouts.servers or the ranks of each"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    elif not on_gpu and settings.servers * ranks > 1 and cpu_threads != "auto":
+        shares = cpu_shares(parse_cores(cpu_threads), settings.servers * ranks)
+        cpu_threads = "|".join(shares[number * ranks : (number + 1) * ranks])
     kv_cache_gib = settings.kv_cache_gib
     if kv_cache_gib is None and not on_gpu:
         kv_cache_gib = CPU_KV_CACHE_GIB
     return VllmServerSettings(
         host=settings.host,
-        port=settings.port,
+        port=settings.port + number,
         startup_timeout=settings.startup_timeout,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -139,16 +187,37 @@ def server_settings(settings: ServeSettings, *, on_gpu: bool) -> VllmServerSetti
         enforce_eager=not on_gpu,
         chunked_prefill=on_gpu,
         return_routed_experts=settings.moe_routing,
-        cpu_threads=settings.cpu_threads,
+        cpu_threads=cpu_threads,
+        tensor_parallel=settings.tensor_parallel,
+        data_parallel=settings.data_parallel,
+        expert_parallel=settings.expert_parallel,
         extra_args=settings.extra_args,
-        environment=settings.environment,
+        environment=environment,
     )
 
 
-def _accelerator() -> tuple[bool, bool]:
-    """(has a GPU that torch can use, it multiplies FP8)."""
+def parse_cores(text: str) -> list[int]:
+    """Cores of "0-3,8"."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def cpu_shares(cores: Sequence[int], ranks: int) -> list[str]:
+    """Cores of each rank, neighbours together; with fewer cores than ranks they take turns."""
+    if len(cores) < ranks:
+        return [str(cores[rank % len(cores)]) for rank in range(ranks)]
+    edges = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    return [",".join(map(str, cores[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _accelerators() -> tuple[list[str], bool]:
+    """(ids of the GPUs that torch can use, they multiply FP8)."""
     import torch
 
     if not torch.cuda.is_available():
-        return False, False
-    return True, torch.cuda.get_device_capability() >= (8, 9)
+        return [], False
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return visible.split(","), torch.cuda.get_device_capability() >= (8, 9)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
-from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine
+from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.generation import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
@@ -111,8 +111,11 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
     section, kv_policy = config.rollouts, KvPolicy(config.rollouts.kv_policy)
     if section.engine == "vllm":
         from rollout_bridge.engines.vllm import VllmEngine
+        from rollout_bridge.engines.vllm_pool import VllmPool
 
-        return VllmEngine(f"http://127.0.0.1:{section.server_port}", kv_policy=kv_policy)
+        ports = range(section.server_port, section.server_port + section.servers)
+        engines = [VllmEngine(f"http://127.0.0.1:{port}", kv_policy=kv_policy) for port in ports]
+        return engines[0] if len(engines) == 1 else VllmPool(engines)
     from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
 
     length = config.batch.sequence_length
@@ -148,7 +151,7 @@ def worker_settings(config: AsyncGrpoConfig) -> WorkerSettings:
 
 
 def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
-    """A vLLM server of this host, on the cores this process may use."""
+    """The vLLM servers of this host, on the cores this process may use."""
     section = config.rollouts
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return ServeSettings(
@@ -156,7 +159,13 @@ def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
         state_directory=config.run_dir / "server-0",
         agent_id="server-0",
         port=section.server_port,
+        servers=section.servers,
+        at_once=section.servers_at_once,
+        tensor_parallel=config.weights.tensor_parallel,
+        data_parallel=config.weights.data_parallel,
+        expert_parallel=config.weights.expert_parallel,
         kv_policy=KvPolicy(section.kv_policy),
+        update_mode=UpdateMode(section.update_mode),
         max_model_len=config.batch.sequence_length,
         max_num_seqs=section.slots,
         cpu_threads=",".join(map(str, cores)) or "auto",

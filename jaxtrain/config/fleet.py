@@ -82,8 +82,19 @@ class RolloutSection(Section):
     kv_policy: Literal["keep_kv", "recompute_kv"] = setting(
         "keep_kv", "requests keep their cache across an update: shorter pauses, slightly off-policy keys"
     )
+    update_mode: Literal["in_flight", "drain", "abort"] = setting(
+        "in_flight",
+        "requests go on across an update of vLLM; drain lets them end first, abort asks for them again",
+        resumable=True,
+    )
     server_port: Annotated[int, Field(ge=1, le=65535)] = setting(
-        8000, "loopback port of the vLLM server", resumable=True
+        8000, "loopback port of the vLLM server, of several the first", resumable=True
+    )
+    servers: PositiveInt = setting(1, "vLLM servers of a host, of one agent", resumable=True)
+    servers_at_once: PositiveInt = setting(
+        1,
+        "servers an update may stop at a time; of several never all, so that tokens are always made",
+        resumable=True,
     )
     server_args: list[str] = Field(
         default_factory=list,

@@ -61,9 +61,7 @@ class ExperimentConfig(Section):
     def _row_fits(self) -> Self:
         path = self.tokenizer.path
         if path is not None and not Path(path).is_dir():
-            raise rejection(
-                "tokenizer.path", f"{path} is no directory; name a tokenizer's, or null"
-            )
+            raise rejection("tokenizer.path", f"{path} is no directory; name a tokenizer's, or null")
         longest = self.model.max_position_embeddings
         if self.batch.sequence_length > longest:
             raise rejection(
@@ -154,6 +152,12 @@ class AsyncGrpoConfig(ExperimentConfig):
                 "rollouts.max_tokens",
                 f"{self.rollouts.max_tokens} leaves no room for a prompt in batch.sequence_length "
                 f"{self.batch.sequence_length}",
+            )
+        if self.rollouts.servers_at_once >= max(2, self.rollouts.servers):
+            raise rejection(
+                "rollouts.servers_at_once",
+                f"{self.rollouts.servers_at_once} of rollouts.servers {self.rollouts.servers} would stop the "
+                "whole fleet; it must be fewer than all",
             )
         return self
 

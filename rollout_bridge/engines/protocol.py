@@ -36,6 +36,14 @@ class KvPolicy(enum.StrEnum):
     RECOMPUTE = "recompute_kv"
 
 
+class UpdateMode(enum.StrEnum):
+    """What becomes of running requests when weights change."""
+
+    IN_FLIGHT = "in_flight"  # they stop for the pause and go on with the new weights
+    DRAIN = "drain"  # they end with the old weights first; new ones wait
+    ABORT = "abort"  # they come back `ABORT`ed with the tokens so far
+
+
 class EngineError(RuntimeError):
     """An engine failed; the message names the engine, what it was doing, and the remedy."""
 
@@ -95,12 +103,16 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateReport:
-    """How one weight update went. Milliseconds of wall time; `pause_ms` is when no token could be made."""
+    """How one weight update went. Milliseconds of wall time; `pause_ms` is when no token could be made.
+
+    load_ms: of the pause, what loading and packing took in the slowest worker; 0 where it is not known.
+    """
 
     version: int
     pause_ms: float
     total_ms: float
     tensors: int
+    load_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,19 @@ keep_kv: `/pause` gets `clear_cache=false`, so requests keep the keys and values
 every prompt carries its version as `cache_salt`. A request sent at one version but prefilled at a later one
 may meet blocks of the older policy; its first version span and `cached_tokens` show it, and it is generated
 anew. recompute_kv: `/pause` preempts all requests and empties the cache; `/resume` prefills them again.
+
+Workers of all ranks report by files (see `rollout_bridge.vllm_plugin.transfer`): the pause begins when the
+last one has staged, and an update has succeeded when the last one has loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,9 +29,11 @@ import aiohttp
 from rollout_bridge.engines.protocol import (
     Completion,
     EngineError,
+    FinishReason,
     Health,
     KvPolicy,
     Request,
+    UpdateMode,
     UpdateReport,
 )
 from rollout_bridge.engines.vllm_protocol import (
@@ -39,6 +46,8 @@ from rollout_bridge.engines.vllm_protocol import (
 from rollout_bridge.weights.update import Update
 
 POLL_SECONDS = 0.1
+STAGE_POLL_SECONDS = 0.01
+PAUSE_MODES = {UpdateMode.IN_FLIGHT: "keep", UpdateMode.DRAIN: "wait", UpdateMode.ABORT: "abort"}
 STALE_PREFIX_ATTEMPTS = 5
 METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -47,6 +56,7 @@ class VllmEngine:
     """Client of one server. The sync agent's also updates it; those of rollout workers only generate.
 
     url: http://host:port of the server.
+    update_mode: what `update` does with running requests. To drain takes as long as the longest of them.
     moe_layers: layers with routed experts, to pick out of what a server with `--enable-return-routed-experts`
         sends; None leaves `Completion.routed_experts` None.
     request_timeout, update_timeout, version_timeout: seconds for one completion, for one update, and for a
@@ -60,6 +70,7 @@ class VllmEngine:
         url: str,
         *,
         kv_policy: KvPolicy = KvPolicy.KEEP,
+        update_mode: UpdateMode = UpdateMode.IN_FLIGHT,
         moe_layers: Sequence[int] | None = None,
         request_timeout: float = 3600.0,
         update_timeout: float = 600.0,
@@ -67,12 +78,14 @@ class VllmEngine:
     ) -> None:
         self.url = url.rstrip("/")
         self.kv_policy = kv_policy
+        self.update_mode = update_mode
         self._moe_layers = moe_layers
         self._request_timeout = request_timeout
         self._update_timeout = update_timeout
         self._version_timeout = version_timeout
         self._session: aiohttp.ClientSession | None = None
         self._failure = ""
+        self._workers: int | None = None
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests. Raises `EngineError`.
@@ -88,10 +101,13 @@ class VllmEngine:
         if self._failure:
             raise EngineError(self._failure)
         began = time.perf_counter()
+        drain = self._request_timeout if self.update_mode is UpdateMode.DRAIN else 0.0
         try:
-            async with asyncio.timeout(self._update_timeout):
-                tensors = await self._stage(update)
-                pause_ms = await self._swap(update.version)
+            with tempfile.TemporaryDirectory(prefix="weight-update-") as reports:
+                async with asyncio.timeout(self._update_timeout + drain):
+                    tensors = await self._stage(update, Path(reports))
+                    pause_ms = await self._swap(update.version)
+                    load_ms = await self._loaded(update.version, Path(reports))
         except BaseException as error:
             self._failure = (
                 f"vLLM at {self.url}: update to version {update.version} failed "
@@ -102,7 +118,9 @@ class VllmEngine:
                 raise EngineError(self._failure) from error
             raise
         total_ms = (time.perf_counter() - began) * 1e3
-        return UpdateReport(version=update.version, pause_ms=pause_ms, total_ms=total_ms, tensors=tensors)
+        return UpdateReport(
+            version=update.version, pause_ms=pause_ms, total_ms=total_ms, tensors=tensors, load_ms=load_ms
+        )
 
     async def version(self) -> int | None:
         """The version served now, None before the first. Raises `EngineError` if no server answers."""
@@ -111,6 +129,21 @@ class VllmEngine:
     async def set_version(self, version: int) -> None:
         """Say which version the weights are that the server has loaded from a directory."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def warm_up(self) -> None:
+        """One token, whatever the version: the first rollout compiles nothing, a broken endpoint is seen.
+
+        Raises `EngineError`.
+        """
+        request = Request(
+            request_id="warm-up", prompt_ids=[0], max_tokens=1, temperature=1.0, seed=0, stop_ids=()
+        )
+        response = await self._call(
+            "POST", "/inference/v1/generate", generate_payload(request, cache_salt="warm-up")
+        )
+        reason = response["choices"][0]["finish_reason"]
+        if reason != FinishReason.LENGTH:
+            raise EngineError(f"vLLM at {self.url}: warm-up ended with {reason!r}")
 
     async def health(self) -> Health:
         """Ready: answers, has a version, is not paused, and no update of this client failed."""
@@ -136,6 +169,7 @@ class VllmEngine:
     def restarted(self) -> None:
         """Forget the failure: another server answers at the same URL now."""
         self._failure = ""
+        self._workers = None
 
     async def _complete(self, request: Request) -> Completion:
         began = time.perf_counter()
@@ -185,28 +219,48 @@ class VllmEngine:
                 )
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _stage(self, update: Update) -> int:
+    async def _stage(self, update: Update, reports: Path) -> int:
         """Stage in every worker and wait. The number of tensors staged; no weight has been touched."""
         request = {
             "version": update.version,
             "mirror": str(update.mirror),
             "changed": sorted(update.changed),
+            "reports": str(reports),
         }
         await self._rpc("mirror_stage", json.dumps(request))
-        while True:
-            statuses = await self._rpc("mirror_stage_status")
-            for status in statuses:
-                if status["state"] == "failed" or status["version"] != update.version:
-                    raise EngineError(f"staging version {update.version}: a worker reports {status}")
-            if all(status["state"] == "ready" for status in statuses):
-                return max(status["tensors"] for status in statuses)
-            await asyncio.sleep(POLL_SECONDS / 4)
+        statuses = await self._reported(reports, "staged")
+        for status in statuses:
+            if status["state"] != "ready" or status["version"] != update.version:
+                raise EngineError(f"staging version {update.version}: a worker reports {status}")
+        return max(status["tensors"] for status in statuses)
+
+    async def _loaded(self, version: int, reports: Path) -> float:
+        """Milliseconds of the slowest worker; that all of them have loaded `version` is checked."""
+        statuses = await self._reported(reports, "loaded")
+        if any(status["version"] != version for status in statuses):
+            raise EngineError(f"version {version}: workers report {statuses}")
+        return max(status["load_ms"] for status in statuses)
+
+    async def _reported(self, reports: Path, what: str) -> list[dict[str, Any]]:
+        """What every worker wrote, once the last one has."""
+        if self._workers is None:
+            self._workers = int((await self._call("GET", "/get_world_size"))["world_size"])
+        while len(files := sorted(reports.glob(f"{what}-*.json"))) < self._workers:
+            await asyncio.sleep(STAGE_POLL_SECONDS)
+        return [json.loads(file.read_text()) for file in files]
 
     async def _swap(self, version: int) -> float:
         """The part in which no token is made: milliseconds it took."""
         clear = "false" if self.kv_policy is KvPolicy.KEEP else "true"
         began = time.perf_counter()
-        await self._call("POST", f"/pause?mode=keep&clear_cache={clear}")
+        drain = self.update_mode is UpdateMode.DRAIN
+        await self._call(
+            "POST",
+            f"/pause?mode={PAUSE_MODES[self.update_mode]}&clear_cache={clear}",
+            timeout=self._update_timeout + (self._request_timeout if drain else 0.0),
+        )
+        if drain:  # until now tokens were made
+            began = time.perf_counter()
         await self._call("POST", "/start_weight_update")
         await self._call("POST", "/update_weights", {"update_info": {"version": version}})
         await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})

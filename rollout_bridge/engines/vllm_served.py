@@ -3,11 +3,15 @@
 Invariant: a server is served from only if it loaded a directory materialised from the mirror and every update
 since then succeeded. After a failed update, a death or silence `version()` is None; the sync agent then hands
 over the whole mirror, verified, and `update` starts a server from a fresh directory of it.
+
+A server that loads has no version until it is admitted, so clients wait for it. `update` does all of it; a
+fleet takes the steps `prepare`, `load` and `admit` or `join` one by one, its other servers go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -19,11 +23,10 @@ from pathlib import Path
 from rollout_bridge.engines.protocol import (
     Completion,
     EngineError,
-    FinishReason,
     Health,
     KvPolicy,
-    Purpose,
     Request,
+    UpdateMode,
     UpdateReport,
 )
 from rollout_bridge.engines.vllm import VllmEngine
@@ -45,7 +48,10 @@ class ServerFailed(RuntimeError):
 
 class ServedVllm:
     """directory: holds `engine/` (materialised versions), `vllm.log` and, while a server admits requests,
-    `ready.json` {"url", "pid", "version", "kv_policy"}: the version it was started from, not the current one.
+    `ready.json` {"url", "pid", "version", "kv_policy"}: the version it was admitted with, not the current.
+    materialized: where directories for the server are written, `directory/engine` by default; servers of one
+        mirror may share it. loaded: what each server, by URL, loads from there, shared by them too: the rest
+        may be removed.
     """
 
     name = "vllm"
@@ -57,13 +63,18 @@ class ServedVllm:
         *,
         kv_policy: KvPolicy,
         engine_format: EngineFormat,
+        update_mode: UpdateMode = UpdateMode.IN_FLIGHT,
+        materialized: Path | None = None,
+        loaded: dict[str, Path] | None = None,
     ) -> None:
         self.server = VllmServer(settings, directory / "vllm.log")
         self.starts = 0
         self._directory = directory
         self._format: EngineFormat = engine_format
         self._kv_policy = kv_policy
-        self._engine = VllmEngine(self.server.url, kv_policy=kv_policy)
+        self._materialized = materialized or directory / "engine"
+        self._loaded = {} if loaded is None else loaded
+        self._engine = VllmEngine(self.server.url, kv_policy=kv_policy, update_mode=update_mode)
         self._serving = False
         self._missed = 0
         self._failed_starts = 0
@@ -97,6 +108,10 @@ class ServedVllm:
         """
         if not (self._serving and self.server.alive):
             return await self._start(update)
+        return await self.move(update)
+
+    async def move(self, update: Update) -> UpdateReport:
+        """Update the running server. Raises `EngineError`; the server is given up then."""
         try:
             return await self._engine.update(update)
         except BaseException:
@@ -124,14 +139,26 @@ class ServedVllm:
         self._serving = False
         self._ready_file.unlink(missing_ok=True)
 
-    async def _start(self, update: Update) -> UpdateReport:
-        began = time.perf_counter()
+    async def prepare(self, update: Update) -> Path:
+        """Stops what runs and writes the directory to load; the mirror must hold still so long.
+
+        Raises `EngineError` if the mirror holds another version.
+        """
         await self.server.stop()
-        loaded = await asyncio.to_thread(self._materialize, update)
+        directory = await asyncio.to_thread(self._materialize, update)
+        self._loaded[self.server.url] = directory
+        await asyncio.to_thread(self._remove_unused)
+        return directory
+
+    async def load(self, directory: Path) -> None:
+        """Starts a server from what `prepare` wrote. It is up then, warm, and admits nothing yet.
+
+        Raises `EngineError`, `ServerFailed` for a first start or the last of three in a row that fail.
+        """
         try:
-            await self.server.start(loaded, update.version)
+            await self.server.start(directory, None)
             self._engine.restarted()
-            await self._warm_up()
+            await self._engine.warm_up()
         except EngineError as error:
             await self.server.stop()
             self._failed_starts += 1
@@ -140,9 +167,32 @@ class ServedVllm:
             raise
         self.starts += 1
         self._failed_starts = self._missed = 0
+
+    async def admit(self, version: int) -> None:
+        """Serve what was loaded: it is `version`, and the newest there is."""
+        await self._engine.set_version(version)
+        self._serving = True
+        self._write_ready(version)
+
+    async def join(self, update: Update) -> UpdateReport:
+        """Bring what was loaded to the version of `update`, every tensor of it, and serve.
+
+        Raises `EngineError`; the server is given up then.
+        """
+        everything = MirrorView.open(update.mirror).specs
+        try:
+            report = await self._engine.update(dataclasses.replace(update, changed=frozenset(everything)))
+        except BaseException:
+            self._give_up(f"it could not be brought to version {update.version}")
+            raise
         self._serving = True
         self._write_ready(update.version)
-        await asyncio.to_thread(self._remove_others, loaded)
+        return report
+
+    async def _start(self, update: Update) -> UpdateReport:
+        began = time.perf_counter()
+        await self.load(await self.prepare(update))
+        await self.admit(update.version)
         elapsed_ms = (time.perf_counter() - began) * 1e3
         return UpdateReport(
             version=update.version, pause_ms=elapsed_ms, total_ms=elapsed_ms, tensors=len(update.changed)
@@ -155,27 +205,13 @@ class ServedVllm:
                 f"mirror {update.mirror}: holds version {view.version}, the update is to {update.version}: "
                 "the mirror moved before the engine had taken the update; hand over its current version"
             )
-        return materialize(view, self._directory / "engine", self._format)
+        return materialize(view, self._materialized, self._format)
 
-    def _remove_others(self, kept: Path) -> None:
-        for other in kept.parent.iterdir():
-            if other != kept:
+    def _remove_unused(self) -> None:
+        kept = set(self._loaded.values())
+        for other in self._materialized.iterdir():
+            if other not in kept:
                 shutil.rmtree(other)
-
-    async def _warm_up(self) -> None:
-        """One token, so that nothing is compiled in the first rollout, and a broken endpoint is found now."""
-        request = Request(
-            request_id="warm-up",
-            prompt_ids=[0],
-            max_tokens=1,
-            temperature=1.0,
-            seed=0,
-            stop_ids=(),
-            purpose=Purpose.EVAL,
-        )
-        completion = (await self._engine.generate([request]))[0]
-        if completion.finish_reason is not FinishReason.LENGTH:
-            raise EngineError(f"vLLM at {self.server.url}: warm-up ended with {completion.finish_reason}")
 
     def _write_ready(self, version: int) -> None:
         content = {

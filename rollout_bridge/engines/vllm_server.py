@@ -45,7 +45,9 @@ class VllmServerSettings:
     chunked_prefill: prompts may be cut between steps. False on CPUs: vLLM 0.32 ends there when the prefill of
         a seeded request is cut ("CPU Generator does not use offset"), as it is after a pause of recompute_kv.
     return_routed_experts: send expert choices (needs vLLM's model runner V2: a GPU, or triton-cpu).
-    cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15"); "auto" takes all.
+    cpu_threads: cores to bind, as in VLLM_CPU_OMP_THREADS_BIND ("0-15", by rank "0-7|8-15"); "auto" is all.
+    tensor_parallel, data_parallel: ranks, of which every one takes part in every update. expert_parallel:
+        experts are whole on one rank each.
     extra_args, environment: added last.
     """
 
@@ -60,6 +62,9 @@ class VllmServerSettings:
     chunked_prefill: bool = False
     return_routed_experts: bool = False
     cpu_threads: str = "auto"
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,8 +94,10 @@ class VllmServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, directory: Path, version: int) -> None:
+    async def start(self, directory: Path, version: int | None) -> None:
         """Load `directory`, wait until healthy, say which version it is.
+
+        version: None leaves the server without one, so that it admits no request of a `VllmEngine`.
 
         Raises `EngineError` naming port, log and remedy if the port is taken, the server dies or takes longer
         than `startup_timeout`; no process is left then.
@@ -118,12 +125,13 @@ class VllmServer:
         except BaseException:
             await self.stop()
             raise
-        engine = VllmEngine(self.url)
-        try:
-            await engine.set_version(version)
-        finally:
-            await engine.close()
-        logger.info("vLLM at %s: version %d after %.0f s", self.url, version, time.monotonic() - began)
+        if version is not None:
+            engine = VllmEngine(self.url)
+            try:
+                await engine.set_version(version)
+            finally:
+                await engine.close()
+        logger.info("vLLM at %s: %s after %.0f s", self.url, directory.name, time.monotonic() - began)
 
     async def wait(self) -> int:
         """The exit status, once the server has ended. Raises `EngineError` if none was started."""
@@ -192,6 +200,12 @@ class VllmServer:
         if not s.chunked_prefill:
             whole_prompts = max(s.max_model_len, PREFILL_TOKENS)
             arguments += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={whole_prompts}"]
+        if s.tensor_parallel > 1:
+            arguments.append(f"--tensor-parallel-size={s.tensor_parallel}")
+        if s.data_parallel > 1:
+            arguments.append(f"--data-parallel-size={s.data_parallel}")
+        if s.expert_parallel:
+            arguments.append("--enable-expert-parallel")
         if s.return_routed_experts:
             arguments.append("--enable-return-routed-experts")
         if s.kv_cache_gib is not None:

@@ -57,7 +57,12 @@ class MirrorTensors:
             page cache. Otherwise FP8 tensors come as BF16 and scales do not come.
         """
         for name in names:
-            if native_fp8 or not (name in self._quantized or name in self._scales):
+            if native_fp8 and name in self._scales:
+                scales = self.canonical(name)
+                if not bool(torch.isfinite(scales).all()) or not bool((scales > 0).all()):
+                    raise ValueError(f"{name}: a scale is not a positive finite number; nothing was loaded")
+                yield name, scales
+            elif native_fp8 or not (name in self._quantized or name in self._scales):
                 yield name, self.canonical(name)
             elif name in self._quantized:
                 yield name, self.bfloat16(name)

@@ -3,14 +3,19 @@
 Two steps. `stage`, while tokens are still made: work out the whole leaf modules that changed, map or
 dequantise their tensors. Then, inside the pause, `start`, `update`, `finish`: layerwise reload from what was
 staged. Nothing is read from anywhere but the mirror, and a failure while staging has touched no weight.
+
+Every worker of every rank does the same from the same mirror, and reports by a file of its own: with several
+data-parallel engines vLLM hands on only the first one's answer to a call.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
-from rollout_bridge.vllm_plugin.units import whole_units
+from rollout_bridge.vllm_plugin.units import untouched_units, whole_units
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +51,30 @@ class MirrorUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class StageRequest:
-    """Stage `version` from `mirror`. changed: Hugging Face names, None for every tensor."""
+    """Stage `version` from `mirror`. changed: Hugging Face names, None for every tensor.
+
+    reports: directory in which each worker says when it has staged (`staged-<rank>.json`, what
+    `Staging.status` returns) and when it has loaded (`loaded-<rank>.json`, {"version", "load_ms"}).
+    """
 
     version: int
     mirror: Path
     changed: tuple[str, ...] | None
+    reports: Path
 
 
 class Staging:
     """One version being staged on a thread of its own, or the outcome."""
 
-    def __init__(self, request: StageRequest, model: torch.nn.Module, *, native_fp8: bool) -> None:
+    def __init__(self, request: StageRequest, model: torch.nn.Module, *, rank: int, native_fp8: bool) -> None:
         self.request = request
         self.weights: list[tuple[str, torch.Tensor]] = []
         self.error: str | None = None
         self.seconds = 0.0
+        self.load_ms = 0.0
+        self._state = "staging"
         self._model = model
+        self._rank = rank
         self._native_fp8 = native_fp8
         self._thread = threading.Thread(target=self._run, name=f"stage-v{request.version}", daemon=True)
         self._thread.start()
@@ -78,13 +91,24 @@ class Staging:
             logger.exception("staging version %d from %s failed", self.request.version, self.request.mirror)
             self.error = f"{type(error).__name__}: {error}"
         self.seconds = time.perf_counter() - began
+        self._state = "failed" if self.error else "ready"
+        self._report("staged", self.status())
+
+    def loaded(self) -> None:
+        """Say that this worker has the version; the client reports it when all have."""
+        self._report("loaded", {"version": self.request.version, "load_ms": self.load_ms})
+
+    def _report(self, what: str, content: dict[str, Any]) -> None:
+        path = self.request.reports / f"{what}-{self._rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
 
     def status(self) -> dict[str, Any]:
         """{"version", "state": "staging" | "ready" | "failed", "tensors", "seconds", "error"}."""
-        state = "staging" if self._thread.is_alive() else "failed" if self.error else "ready"
         return {
             "version": self.request.version,
-            "state": state,
+            "state": self._state,
             "tensors": len(self.weights),
             "seconds": self.seconds,
             "error": self.error,
@@ -144,10 +168,19 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
     def init_transfer_engine(self, init_info: MirrorInitInfo) -> None:
         del init_info
 
+    @property
+    def global_rank(self) -> int:
+        """Of this worker among all that serve the model, data-parallel engines included."""
+        parallel = self.vllm_config.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
     def stage(self, request: StageRequest) -> None:
         """Begin staging, in place of whatever was staged before. Returns at once; see `stage_status`."""
         self._staging = Staging(
-            request, self._default_model, native_fp8=self.vllm_config.quant_config is not None
+            request,
+            self._default_model,
+            rank=self.global_rank,
+            native_fp8=self.vllm_config.quant_config is not None,
         )
 
     def stage_status(self) -> dict[str, Any]:
@@ -156,27 +189,54 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
         return self._staging.status()
 
     def start_weight_update(self) -> None:
-        if self._staging is None or self._staging.status()["state"] != "ready":
+        staging = self._staging
+        if staging is None or staging.status()["state"] != "ready":
             raise RuntimeError(
                 f"start_weight_update with staging {self.stage_status()}: stage a version first, and wait "
                 "until it is ready"
             )
-        initialize_layerwise_reload(self.model)
+        with _timed(staging):
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdateInfo) -> None:
+        """Raises RuntimeError if the model leaves a module without the tensors staged for it."""
         staging = self._staging
         if staging is None or staging.request.version != update_info.version:
             raise RuntimeError(f"version {update_info.version} asked for, staged is {self.stage_status()}")
         model: Any = self.model  # vLLM's models have load_weights; torch's type does not say so
-        with repacked_experts(model) if self.device.type == "cpu" else nullcontext():
-            loaded = model.load_weights(staging.weights)
-        if staging.weights and not loaded:
-            raise RuntimeError(f"the model took none of the {len(staging.weights)} staged tensors")
+        with _timed(staging), repacked_experts(model) if self.device.type == "cpu" else nullcontext():
+            loaded: Iterable[str] = model.load_weights(staging.weights) or ()
+        left_out = untouched_units(
+            (name for name, _ in staging.weights),
+            loaded,
+            getattr(model, "packed_modules_mapping", {}),
+            layers=self.model_config.hf_text_config.num_hidden_layers,
+        )
+        if left_out:
+            raise RuntimeError(
+                f"version {update_info.version}: the model took no tensor of {len(left_out)} modules, "
+                f"{left_out[:3]} first: they would keep older weights"
+            )
 
     def finish_weight_update(self) -> None:
-        with quiet_reload():
+        staging = self._staging
+        if staging is None:
+            raise RuntimeError("finish_weight_update without a staged version")
+        with _timed(staging), quiet_reload():
             finalize_layerwise_reload(self.model, self.model_config)
+            torch.accelerator.synchronize()
         self._staging = None  # drops the mapped pages and host copies
+        staging.loaded()
 
     def shutdown(self) -> None:
         self._staging = None
+
+
+@contextmanager
+def _timed(staging: Staging) -> Iterator[None]:
+    """Adds to the time that loading and packing the staged tensors takes."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        staging.load_ms += 1e3 * (time.perf_counter() - began)

@@ -46,3 +46,27 @@ def whole_units(
             raise KeyError(f"tensor {name!r} changed but the mirror's index does not have it")
         touched.add(unit_of(name, packed))
     return tuple(name for unit, members in units.items() if unit in touched for name in members)
+
+
+def untouched_units(
+    staged: Iterable[str], loaded: Iterable[str], packed: Mapping[str, Sequence[str]], *, layers: int
+) -> list[str]:
+    """Modules that tensors were staged for and of which the model loaded no parameter.
+
+    staged: Hugging Face names. loaded: names of vLLM parameters, as `load_weights` returns them. layers: of
+    the decoder; what lies beyond (multi-token prediction) belongs to another model.
+    """
+    # A merged module may be loaded by way of a child (routed experts), so a prefix is what counts.
+    found = {
+        ".".join(parts[:end]) for name in loaded for parts in [name.split(".")] for end in range(len(parts))
+    }
+    units = dict.fromkeys(unit_of(name, packed) for name in staged)
+    return [unit for unit in units if unit not in found and not _beyond(unit, layers)]
+
+
+def _beyond(unit: str, layers: int) -> bool:
+    parts = unit.split(".")
+    return any(
+        part == "layers" and number.isdigit() and int(number) >= layers
+        for part, number in zip(parts, parts[1:], strict=False)
+    )

@@ -32,7 +32,10 @@ class MirrorWorkerExtension:
         return engine
 
     def mirror_stage(self, request: str) -> dict[str, Any]:
-        """Begin staging. request: JSON {"version": int, "mirror": path, "changed": [names] | null}."""
+        """Begin staging. request: JSON of a `StageRequest`; changed: [names] or null.
+
+        Ends in a file below `reports`: no call has to wait in the engine's loop.
+        """
         fields = json.loads(request)
         changed = fields["changed"]
         engine = self._mirror_engine()
@@ -41,6 +44,7 @@ class MirrorWorkerExtension:
                 version=int(fields["version"]),
                 mirror=Path(fields["mirror"]),
                 changed=None if changed is None else tuple(changed),
+                reports=Path(fields["reports"]),
             )
         )
         return engine.stage_status()

@@ -1,4 +1,4 @@
-"""A sync agent with its server, in a process that tests may kill: `agent_program.py STORE DIRECTORY PORT`.
+"""A sync agent with its servers, in a process that tests may kill: `agent_program.py STORE DIRECTORY PORTS`.
 
 The agent, its mirror and the client of the server are the real ones; the server is tests/faults/server.py.
 $KILL_AT names a moment at which the agent kills itself (SIGKILL), the $KILL_AFTER-th time (from 0) it comes
@@ -15,8 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
-from rollout_bridge.engines import vllm_served, vllm_server
-from rollout_bridge.engines.protocol import KvPolicy
+from rollout_bridge.engines import vllm_fleet, vllm_served, vllm_server
+from rollout_bridge.engines.protocol import KvPolicy, UpdateMode
 from rollout_bridge.store import Store
 from rollout_bridge.weights import journal
 from rollout_bridge.weights.agent import AgentSettings, SyncAgent
@@ -96,16 +96,7 @@ def watch_mirror(moments: Moments) -> None:
     journal.write, journal._changes, Mirror._redo_journal = watched_write, watched_changes, watched_redo
 
 
-def main(url: str, directory: str, port: str) -> None:
-    logging.basicConfig(level=logging.INFO)
-    use_small_server()
-    moments = Moments()
-    watch_mirror(moments)
-    settings = vllm_server.VllmServerSettings(port=int(port), startup_timeout=60.0)
-    served = vllm_served.ServedVllm(
-        settings, Path(directory), kv_policy=KvPolicy(os.environ["KV_POLICY"]), engine_format="fp8"
-    )
-    engine = served._engine
+def watch_engine(engine, moments: Moments) -> None:
     engine._update_timeout = 3.0
     call = engine._call
 
@@ -116,6 +107,30 @@ def main(url: str, directory: str, port: str) -> None:
         return await call(method, path, *args, **kwargs)
 
     engine._call = watched_call
+
+
+def main(url: str, directory: str, ports: str) -> None:
+    logging.basicConfig(level=logging.INFO)
+    use_small_server()
+    moments = Moments()
+    watch_mirror(moments)
+    shared = Path(directory) / "engine"
+    loaded: dict[str, Path] = {}
+    servers = [
+        vllm_served.ServedVllm(
+            vllm_server.VllmServerSettings(port=int(port), startup_timeout=60.0),
+            Path(directory) / port,
+            kv_policy=KvPolicy(os.environ["KV_POLICY"]),
+            update_mode=UpdateMode(os.environ.get("UPDATE_MODE", "in_flight")),
+            engine_format="fp8",
+            materialized=shared,
+            loaded=loaded,
+        )
+        for port in ports.split(",")
+    ]
+    for server in servers:
+        watch_engine(server._engine, moments)
+    served = servers[0] if len(servers) == 1 else vllm_fleet.ServedFleet(servers)
     agent = SyncAgent(
         watched_store(url, moments),
         Path(directory) / "mirror",

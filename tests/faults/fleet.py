@@ -47,20 +47,31 @@ def until(what: str, condition: Callable[[], Any], *, deadline: float = DEADLINE
 class Host:
     """Trainer in this process, agent and server in others, over a store on disk."""
 
-    def __init__(self, directory: Path, *, kv_policy: KvPolicy = KvPolicy.KEEP, **publisher) -> None:
+    def __init__(
+        self, directory: Path, *, kv_policy: KvPolicy = KvPolicy.KEEP, servers: int = 1, **publisher
+    ) -> None:
         self.directory = directory
         self.store = tiny.open_store(f"{directory}/store")
         self.trainer = tiny.publisher(self.store, **publisher)
         self.trainer.take_over()
-        self.port = free_port()
+        self.ports = [free_port() for _ in range(servers)]
         self.trees: dict[int, tiny.Params] = {}
         self.expected: dict[int, int] = {}
         self.agent: subprocess.Popen[bytes] | None = None
         self.tokens: dict[int, int] = {}  # served, by version
+        self.tokens_of: dict[tuple[int, int], int] = {}  # by port and version
         self.wrong: list[str] = []
         self.refusals = 0
         self._kv_policy = self.client_policy = kv_policy
         self._stop = threading.Event()
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    @port.setter
+    def port(self, port: int) -> None:
+        self.ports[0] = port
 
     @property
     def fault(self) -> Path:
@@ -85,9 +96,10 @@ class Host:
         os.replace(temporary, self.fault)
 
     def start_agent(self, **environment: str) -> subprocess.Popen[bytes]:
+        ports = ",".join(map(str, self.ports))
         with (self.directory / "agent.log").open("ab") as log:
             self.agent = subprocess.Popen(
-                [sys.executable, str(PROGRAM), self.store.url, str(self.directory / "host"), str(self.port)],
+                [sys.executable, str(PROGRAM), self.store.url, str(self.directory / "host"), ports],
                 env=os.environ
                 | {
                     "PYTHONPATH": str(ROOT),
@@ -147,12 +159,12 @@ class Host:
     def _ask(self, client: int) -> None:
         async def ask() -> None:
             turn = 0
-            engine = self._client()
+            engine = self._client(client)
             while not self._stop.is_set():
                 turn += 1
-                if not engine.url.endswith(f":{self.port}"):
+                if not engine.url.endswith(f":{self._port(client)}"):
                     await engine.close()
-                    engine = self._client()
+                    engine = self._client(client)
                 request = Request(
                     request_id=f"{client}-{turn}",
                     prompt_ids=[1, 2, turn % 3],  # shared prefixes: a stale one would show
@@ -169,24 +181,27 @@ class Host:
                     continue
                 for span in completion.spans:
                     for token in completion.token_ids[span.start : span.end].tolist():
-                        self._check(span.version, token)
+                        self._check(self._port(client), span.version, token)
             await engine.close()
 
         asyncio.run(ask())
 
-    def _client(self) -> VllmEngine:
+    def _port(self, client: int) -> int:
+        return self.ports[client % len(self.ports)]
+
+    def _client(self, client: int) -> VllmEngine:
         return VllmEngine(
-            f"http://127.0.0.1:{self.port}",
+            f"http://127.0.0.1:{self._port(client)}",
             kv_policy=self.client_policy,
             request_timeout=2.0,
             update_timeout=2.0,
             version_timeout=2.0,
         )
 
-    def _check(self, version: int, token: int) -> None:
+    def _check(self, port: int, version: int, token: int) -> None:
         if self.expected.get(version) != token:
             others = [other for other, value in self.expected.items() if value == token]
             self.wrong.append(f"a token labelled version {version} is of {others or 'no version at all'}")
         else:
             self.tokens[version] = self.tokens.get(version, 0) + 1
-
+            self.tokens_of[port, version] = self.tokens_of.get((port, version), 0) + 1

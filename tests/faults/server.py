@@ -7,7 +7,9 @@ weights at that moment (31 bits), so a client can tell which version made it.
 
 Faults: the JSON file $FAULT, {"point", "action"}, is taken once, when the server comes to `point` (load,
 idle, stage, pause, start, update, finish, resume, generate): action "die" (SIGKILL), "freeze" (SIGSTOP),
-"hang" (no answer) or "fail" (status 500).
+"hang" (no answer), "fail" (status 500) or "wait" (until the file $FAULT.go exists).
+
+Pauses go to $FAULT.pauses, a line each: port, "stop" or "go".
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ async def fault(point: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":
             await asyncio.sleep(3600)
+        case "wait":
+            while not path.with_name(f"{path.name}.go").exists():
+                await asyncio.sleep(0.02)
         case "fail":
             raise web.HTTPInternalServerError(text=f"injected failure at {point}")
 
@@ -77,7 +82,8 @@ async def fault(point: str) -> None:
 class Server:
     """Weights, label, and the state of an update."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, port: str = "") -> None:
+        self.port = port
         self.weights = load(directory)
         self.label = "default"
         self.running = asyncio.Event()
@@ -85,6 +91,7 @@ class Server:
         self.session = False
         self.staged: dict[str, np.ndarray] = {}
         self.staged_version = 0
+        self.reports = directory
         self.cache: dict[tuple[str | None, tuple[int, ...]], int] = {}
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +107,7 @@ class Server:
             labels.append(self.label)
             await asyncio.sleep(TOKEN_SECONDS)
         edges = [0, *(i for i in range(1, len(labels)) if labels[i] != labels[i - 1]), len(labels)]
-        spans = [
-            {"version": labels[a], "start": a, "end": b} for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        spans = [{"version": labels[a], "start": a, "end": b} for a, b in zip(edges, edges[1:], strict=False)]
         choice = {
             "token_ids": tokens,
             "logprobs": {"content": [{"token_id": token, "logprob": -1.0} for token in tokens]},
@@ -123,7 +128,24 @@ class Server:
                 names = tuple(request["changed"])
             self.staged = {name: np.array(view.tensor(name)) for name in names}
             self.staged_version = request["version"]
-        return {"state": "ready", "version": self.staged_version, "tensors": len(self.staged), "error": None}
+            self.reports = Path(request["reports"])
+            self.report("staged")
+        return {}
+
+    def log_pause(self, what: str) -> None:
+        with Path(os.environ["FAULT"] + ".pauses").open("a") as log:
+            log.write(f"{self.port} {what}\n")
+
+    def report(self, what: str) -> None:
+        status = {
+            "state": "ready",
+            "version": self.staged_version,
+            "tensors": len(self.staged),
+            "load_ms": 1.0,
+        }
+        temporary = self.reports / "report.tmp"
+        temporary.write_text(json.dumps(status))
+        temporary.rename(self.reports / f"{what}-0.json")
 
     async def update(self) -> None:
         if not self.session:
@@ -148,10 +170,13 @@ class Server:
                 self.label = body["new_version"]
             case "/is_paused":
                 answer = {"is_paused": not self.running.is_set()}
+            case "/get_world_size":
+                answer = {"world_size": 1}
             case "/collective_rpc":
                 answer = {"results": [await self.rpc(body["method"], body["args"])]}
             case "/pause":
                 await fault("pause")
+                self.log_pause("stop")
                 self.running.clear()
                 if request.query["clear_cache"] == "true":
                     self.cache.clear()
@@ -164,9 +189,11 @@ class Server:
                 await self.update()
             case "/finish_weight_update":
                 await fault("finish")
+                self.report("loaded")
                 self.session, self.label, self.staged_version = False, body["weight_version"], 0
             case "/resume":
                 await fault("resume")
+                self.log_pause("go")
                 self.running.set()
             case "/inference/v1/generate":
                 answer = await self.generate(body)
@@ -180,7 +207,7 @@ async def main() -> None:
         parser.add_argument(f"--{name}")
     arguments, _ = parser.parse_known_args()
     await fault("load")
-    server = Server(Path(arguments.model))
+    server = Server(Path(arguments.model), arguments.port)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", server.handle)
     runner = web.AppRunner(application)

@@ -110,7 +110,8 @@ async def portrait(url: str) -> tuple[list[Any], dict[str, str]]:
 async def begin_reload(url: str, version: int, mirror: Path) -> None:
     """Leave a reload session open, which makes the next update fail inside its pause."""
     engine = VllmEngine(url)
-    await engine._rpc("mirror_stage", json.dumps({"version": version, "mirror": str(mirror), "changed": []}))
+    stage = {"version": version, "mirror": str(mirror), "changed": [], "reports": str(mirror.parent)}
+    await engine._rpc("mirror_stage", json.dumps(stage))
     await engine._call("POST", "/start_weight_update")
     await engine.close()
 
@@ -212,7 +213,25 @@ def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) ->
 
 def test_a_cpu_gets_a_bounded_cache_no_compilation_and_whole_prompts(tmp_path: Path) -> None:
     settings = ServeSettings(store="x", state_directory=tmp_path, agent_id="a", kv_policy=KvPolicy.RECOMPUTE)
-    on_cpu = serving.server_settings(settings, on_gpu=False)
-    on_gpu = serving.server_settings(settings, on_gpu=True)
+    on_cpu = serving.server_settings(settings, gpus=())
+    on_gpu = serving.server_settings(settings, gpus=("0",))
     assert (on_cpu.kv_cache_gib, on_cpu.enforce_eager, on_cpu.chunked_prefill) == (1.0, True, False)
     assert (on_gpu.kv_cache_gib, on_gpu.enforce_eager, on_gpu.chunked_prefill) == (None, False, True)
+
+
+def test_servers_of_a_host_share_its_cores_or_gpus_and_have_ports_of_their_own(tmp_path: Path) -> None:
+    settings = ServeSettings(
+        store="x", state_directory=tmp_path, agent_id="a", servers=2, tensor_parallel=2, cpu_threads="0-5,8,9"
+    )
+    on_cpu = [serving.server_settings(settings, gpus=(), number=number) for number in range(2)]
+    assert [server.cpu_threads for server in on_cpu] == ["0,1|2,3", "4,5|8,9"]
+    assert [server.port for server in on_cpu] == [8000, 8001]
+    on_gpu = [serving.server_settings(settings, gpus="3456", number=number) for number in range(2)]
+    assert [server.environment["CUDA_VISIBLE_DEVICES"] for server in on_gpu] == ["3,4", "5,6"]
+    assert "--tensor-parallel-size=2" in VllmServer(on_gpu[0], tmp_path / "log").arguments(tmp_path)
+    with pytest.raises(ServeError, match="2 servers of 2 ranks need 4 GPUs, this host has 3"):
+        serving.server_settings(settings, gpus=("0", "1", "2"), number=1)
+
+
+def test_fewer_cores_than_ranks_are_shared() -> None:
+    assert serving.cpu_shares([0, 1], 4) == ["0", "1", "0", "1"]

@@ -9,18 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 
 from rollout_bridge.engines import vllm_served
-from rollout_bridge.engines.protocol import (
-    Completion,
-    EngineError,
-    FinishReason,
-    KvPolicy,
-    UpdateReport,
-    VersionSpan,
-)
+from rollout_bridge.engines.protocol import EngineError, KvPolicy, UpdateMode, UpdateReport
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServerSettings
 from rollout_bridge.weights.mirror import Mirror
@@ -44,8 +36,9 @@ class Process:
     def pid(self) -> int:
         return 100 + len(self.loaded)
 
-    async def start(self, directory: Path, version: int) -> None:
+    async def start(self, directory: Path, version: int | None) -> None:
         assert not self.alive
+        assert version is None, "a server has a version only once it is admitted"
         if self.refuse:
             self.refuse -= 1
             raise EngineError("port 8000: taken; see the log")
@@ -63,8 +56,8 @@ class Process:
 class Client:
     """Instead of `VllmEngine`: fails as long as `failure` says."""
 
-    def __init__(self, url: str, *, kv_policy: KvPolicy) -> None:
-        del url
+    def __init__(self, url: str, *, kv_policy: KvPolicy, update_mode: UpdateMode) -> None:
+        del url, update_mode
         self.kv_policy = kv_policy
         self.failure = ""
         self.process: Process
@@ -83,19 +76,11 @@ class Client:
         self.process.served = update.version
         return UpdateReport(version=update.version, pause_ms=1.0, total_ms=2.0, tensors=3)
 
-    async def generate(self, requests: Any) -> list[Completion]:
-        return [
-            Completion(
-                request_id=request.request_id,
-                token_ids=np.zeros(1, np.int32),
-                logprobs=np.zeros(1, np.float32),
-                spans=(VersionSpan(self.process.served or 0, 0, 1),),
-                finish_reason=FinishReason.LENGTH,
-                kv_policy=self.kv_policy,
-                seconds=0.0,
-            )
-            for request in requests
-        ]
+    async def warm_up(self) -> None:
+        assert self.process.served is None
+
+    async def set_version(self, version: int) -> None:
+        self.process.served = version
 
     async def close(self) -> None: ...
 

@@ -291,7 +291,12 @@ def test_a_failed_reload_leaves_the_server_paused_and_the_engine_unhealthy(deplo
     async def run() -> None:
         engine = deployment.client()
         update = deployment.move_mirror({})
-        stage = {"version": update.version, "mirror": str(update.mirror), "changed": []}
+        stage = {
+            "version": update.version,
+            "mirror": str(update.mirror),
+            "changed": [],
+            "reports": str(deployment.directory),
+        }
         await engine._rpc("mirror_stage", json.dumps(stage))
         await engine._call("POST", "/start_weight_update")
         with pytest.raises(EngineError, match="already active"):
