@@ -1,11 +1,21 @@
-"""What an update of weights costs a vLLM server that is generating: the pause, against starting it anew.
+"""From a published version to tokens made by it, on a real vLLM server that keeps generating.
 
-    python benchmarks/weight_sync.py [--hidden 512 --layers 4 --experts 16 --requests 8 --updates 5]
+    python benchmarks/smollm2.py /tmp/smollm2_hf
+    python benchmarks/weight_sync.py [--models tiny_glm_moe smollm2] [--rounds 5] [--smollm2 /tmp/smollm2_hf]
 
-Starts one server on this machine (it needs vLLM and no accelerator) with a random Glm4Moe, keeps requests
-running, and moves it through versions in which every tensor changes, once with each KV policy. Prints JSON:
-`pause_ms`, when no token is made; `stage_ms`, mapping and dequantising while tokens are made; `restart_ms`,
-what a start from files takes; `pause_over_restart`, the ratio in this run. Best and median of the updates.
+For each model: a publisher, a store on this disk, a mirror and a vLLM server (no accelerator needed), with
+`--requests` running requests. Every round the weights move by Gaussian noise of RMS `--update-rms` (what Muon
+does at 5 times that learning rate), are published, fetched, staged and loaded, in turns with keep_kv and
+recompute_kv; then the server reloads the same version by itself (`reload_weights`, from files in the page
+cache). One JSON object a model and line:
+
+    pause_ms_p50, pause_ms_p95   no token can be made, as the agent sees it, both KV policies
+    load_and_pack_ms    of the pause, median: loading and packing decoded tensors, measured in the worker
+    full_reload_ms      the pause of the engine's own reload, median
+    stall_ms_p50        from the start of the pause until tokens come at 90% of the rate before, recompute_kv
+    publish_to_served_ms   from `publish` to the server's `/resume`, median
+    delta_bytes, full_bytes   of a version; BF16
+    detail              stages of publish_to_served_ms, the other stalls, the targets as ratios of this run
 """
 
 from __future__ import annotations
@@ -13,161 +23,286 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rollout_bridge import names
-from rollout_bridge.engines.protocol import KvPolicy, Request
+from rollout_bridge.engines.protocol import KvPolicy, Request, UpdateReport
 from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.engines.vllm_protocol import generate_payload
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
-from rollout_bridge.quantization.digest import digest
-from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8
-from rollout_bridge.quantization.plan import Format, plan_for, scale_name
-from rollout_bridge.weights.manifest import ManifestRef
+from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge.quantization.plan import plan_for
+from rollout_bridge.store import Store
+from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorState
+from rollout_bridge.weights.publisher import Publisher
 from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.subscriber import Subscriber
+
+TINY_GLM_MOE: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+PROMPT_TOKENS, COMPLETION_TOKENS = 100, 200
+BEFORE_SECONDS, AFTER_SECONDS, RATE_SECONDS = 1.5, 2.0, 0.4
+
+Params = dict[str, jax.Array]
 
 
-def model(arguments: argparse.Namespace) -> RunInfo:
-    config = {
-        "model_type": "glm4_moe",
-        "vocab_size": 4096,
-        "hidden_size": arguments.hidden,
-        "intermediate_size": 4 * arguments.hidden,
-        "moe_intermediate_size": arguments.hidden,
-        "num_hidden_layers": arguments.layers,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": arguments.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "num_attention_heads": arguments.hidden // 64,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "tie_word_embeddings": False,
-        "eos_token_id": 1,
-    }
+def load_model(name: str, smollm2: Path) -> tuple[RunInfo, Params]:
+    """A run and its float32 parameters: random ones, or SmolLM2-135M's."""
+    config = TINY_GLM_MOE if name == "tiny_glm_moe" else json.loads((smollm2 / "config.json").read_text())
     shapes = {source.name: source.shape for source in names.tensors(config)}
-    return RunInfo.new(config, plan_for(shapes, architecture="glm4_moe", serving=None))
+    run = RunInfo.new(config, plan_for(shapes, architecture=config["model_type"], serving=None))
+    if name == "smollm2":
+        from safetensors.torch import load_file
+
+        file = load_file(smollm2 / "model.safetensors")
+        tree = names.to_tree(config, lambda tensor: file[tensor].float().numpy())
+        return run, {path: jnp.asarray(array) for path, array in tree.items()}
+    random = np.random.default_rng(0)
+    params = {}
+    for path, group in paths(run.sources).items():
+        shape = stacked_shape(group)
+        values = random.standard_normal(shape, dtype=np.float32)
+        params[path] = jnp.asarray(1 + 0.1 * values if "norm" in path else values * shape[-1] ** -0.5)
+    return run, params
 
 
-def set_version(mirror: Mirror, run: RunInfo, version: int) -> Update:
-    """Move the mirror to random weights; all tensors change."""
-    random = np.random.default_rng(version)
-    bits: dict[str, np.ndarray] = {}
-    for source in run.sources:
-        values = random.standard_normal(source.shape, dtype=np.float32) * source.shape[-1] ** -0.5
-        form = run.plan.formats[source.name]
-        if form is Format.f32:
-            bits[source.name] = values.view(np.uint32)
-        elif form is Format.bf16:
-            bits[source.name] = float32_to_bfloat16_bits(values)
-        else:
-            codes, scales = quantize_block_fp8(float32_to_bfloat16_bits(values))
-            bits[source.name], bits[scale_name(source.name)] = codes, scales.view(np.uint32)
+@dataclass
+class Load:
+    """Requests that never stop, and when each token came."""
 
-    def fill(tensor: Callable[[str], np.ndarray]) -> None:
-        for name, value in bits.items():
-            tensor(name)[...] = value
+    url: str
+    requests: int
+    vocabulary: int
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    stop: bool = False
 
-    ref = ManifestRef(version=version, incarnation=1, hash=f"{version:064x}")
-    state = MirrorState(ref, step=version, digests={name: digest(value) for name, value in bits.items()})
-    mirror.bind(run)
-    mirror.replace(run, state, fill)
-    return Update(
-        version=version,
-        incarnation=1,
-        step=version,
-        changed=frozenset(bits),
-        tensor=mirror.tensor,
-        mirror=mirror.directory,
-        verified=len(bits),
-    )
-
-
-async def updates(
-    arguments: argparse.Namespace, server: VllmServer, mirror: Mirror, run: RunInfo, policy: KvPolicy
-) -> dict[str, Any]:
-    engine = VllmEngine(server.url, kv_policy=policy)
-    stop = asyncio.Event()
-
-    async def client(number: int) -> int:
-        tokens = 0
-        while not stop.is_set():
+    async def ask(self, session: aiohttp.ClientSession, client: int) -> None:
+        turn = 0
+        while not self.stop:
+            turn += 1
             request = Request(
-                request_id=f"{number}",
-                prompt_ids=range(100),
-                max_tokens=300,
+                request_id=f"{client}-{turn}",
+                prompt_ids=[(client + 7 * turn + n) % self.vocabulary for n in range(PROMPT_TOKENS)],
+                max_tokens=COMPLETION_TOKENS - 10 * (client % 8),
                 temperature=1.0,
-                seed=number,
+                seed=turn,
                 stop_ids=(),
             )
-            tokens += sum(len(completion.token_ids) for completion in await engine.generate([request]))
-        return tokens
+            body = generate_payload(request, cache_salt=None) | {"stream": True}
+            async with session.post(f"{self.url}/inference/v1/generate", json=body) as response:
+                response.raise_for_status()
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        made = json.loads(line[6:])["choices"][0].get("token_ids") or ()
+                        self.arrivals.append((time.perf_counter(), len(made)))
 
-    clients = [asyncio.create_task(client(number)) for number in range(arguments.requests)]
-    reports = []
-    for _ in range(arguments.updates):
-        await asyncio.sleep(2)
-        version = (mirror.version or 0) + 1
-        reports.append(await engine.update(await asyncio.to_thread(set_version, mirror, run, version)))
-    stop.set()
-    tokens = sum(await asyncio.gather(*clients))
-    await engine.close()
-    pauses = [report.pause_ms for report in reports]
-    staging = [report.total_ms - report.pause_ms for report in reports]
-    return {
-        "pause_ms": {"best": min(pauses), "median": statistics.median(pauses)},
-        "stage_ms": {"best": min(staging), "median": statistics.median(staging)},
-        "tensors": reports[-1].tensors,
-        "tokens": tokens,
-    }
+    def rate(self, start: float, stop: float) -> float:
+        return sum(n for when, n in self.arrivals if start <= when < stop) / (stop - start)
+
+    def stall_ms(self, began: float, before: float) -> float:
+        """From `began` to the first window with 90% of the rate `before`; the whole record if none has."""
+        last = self.arrivals[-1][0]
+        for when, _ in self.arrivals:
+            if began <= when <= last - RATE_SECONDS and self.rate(when, when + RATE_SECONDS) >= 0.9 * before:
+                return 1e3 * (when - began)
+        return 1e3 * (last - began)
 
 
-async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    run = model(arguments)
+@dataclass
+class Chain:
+    """Trainer's and fleet's ends of one run."""
+
+    publisher: Publisher
+    subscriber: Subscriber
+    params: Params
+    update_rms: float
+    version: int = 0
+
+    def step(self) -> None:
+        self.version += 1
+        keys = jax.random.split(jax.random.key(self.version, impl="unsafe_rbg"), len(self.params))
+        self.params = {
+            path: value + self.update_rms * jax.random.normal(key, value.shape, value.dtype)
+            for key, (path, value) in zip(keys, self.params.items(), strict=True)
+        }
+        jax.block_until_ready(self.params)
+
+    def publish(self) -> Any:
+        return self.publisher.publish(self.params, step=self.version).result(300)
+
+
+@dataclass
+class Measured:
+    """Milliseconds, one entry a round."""
+
+    reports: list[UpdateReport] = field(default_factory=list)
+    publish: list[float] = field(default_factory=list)
+    fetch: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    reload: list[float] = field(default_factory=list)
+    stall: dict[str, list[float]] = field(default_factory=dict)
+    delta_bytes: list[int] = field(default_factory=list)
+    full_bytes: int = 0
+
+
+async def update_round(engine: VllmEngine, chain: Chain, load: Load, measured: Measured) -> None:
+    await asyncio.to_thread(chain.step)
+    await asyncio.sleep(BEFORE_SECONDS)
+    began = time.perf_counter()
+    before = load.rate(began - BEFORE_SECONDS, began)
+    manifest = await asyncio.to_thread(chain.publish)
+    published = time.perf_counter()
+    update = await asyncio.to_thread(chain.subscriber.advance)
+    fetched = time.perf_counter()
+    assert update is not None and update.verified == len(chain.publisher.run.tensors)
+    report = await engine.update(update)
+    ended = time.perf_counter()
+    await asyncio.sleep(AFTER_SECONDS)
+    measured.reports.append(report)
+    measured.publish.append(1e3 * (published - began))
+    measured.fetch.append(1e3 * (fetched - published))
+    measured.total.append(1e3 * (ended - began))
+    stall = load.stall_ms(ended - report.pause_ms / 1e3, before)
+    measured.stall.setdefault(engine.kv_policy.value, []).append(stall)
+    measured.delta_bytes.append(manifest.stats.delta_bytes)
+    measured.full_bytes = manifest.stats.full_bytes_bf16
+
+
+async def reload_round(engine: VllmEngine, chain: Chain, load: Load, measured: Measured, to: Path) -> None:
+    """The engine's own reload of what it serves: every tensor, from files just written."""
+    directory = await asyncio.to_thread(chain.subscriber.mirror.materialize, to, "bf16")
+    await asyncio.sleep(BEFORE_SECONDS)
+    began = time.perf_counter()
+    before = load.rate(began - BEFORE_SECONDS, began)
+    await engine._call("POST", "/pause?mode=keep&clear_cache=true")
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+    await engine._call("POST", "/collective_rpc", body)
+    await engine._call("POST", "/resume")
+    measured.reload.append(1e3 * (time.perf_counter() - began))
+    await asyncio.sleep(AFTER_SECONDS)
+    measured.stall.setdefault("full_reload", []).append(load.stall_ms(began, before))
+
+
+async def measure(name: str, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    run, params = load_model(name, arguments.smollm2)
+    store = Store.open(f"{directory}/store")
+    runs.create_or_join(store, run)
+    publisher = Publisher(store, run=run, full_every=1 << 20)
+    publisher.take_over()
     mirror = Mirror(directory / "mirror")
-    set_version(mirror, run, 1)
+    chain = Chain(publisher, Subscriber(store, mirror), params, arguments.update_rms)
+    for _ in range(2):  # a full version and a delta: everything is compiled
+        chain.step()
+        chain.publish()
+    chain.subscriber.advance()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = VllmServer(VllmServerSettings(port=port, kv_cache_gib=0.5), directory / "vllm.log")
-    loaded = mirror.materialize(directory / "engine", "bf16")
+    settings = VllmServerSettings(port=port, kv_cache_gib=1.0, max_model_len=1024, startup_timeout=900.0)
+    server = VllmServer(settings, directory / "vllm.log")
     began = time.perf_counter()
-    await server.start(loaded, 1)
-    restart_ms = (time.perf_counter() - began) * 1e3
+    await server.start(mirror.materialize(directory / "engine", "bf16"), chain.version)
+    start_ms = 1e3 * (time.perf_counter() - began)
+    print(f"{name}: the server is up after {start_ms / 1e3:.0f} s", file=sys.stderr)
+    engine = VllmEngine(server.url)
+    load = Load(server.url, arguments.requests, run.hf_config["vocab_size"])
+    measured = Measured()
     try:
-        policies = {p.value: await updates(arguments, server, mirror, run, p) for p in KvPolicy}
+        async with aiohttp.ClientSession() as session:
+            clients = [asyncio.create_task(load.ask(session, number)) for number in range(load.requests)]
+            await asyncio.sleep(3.0)
+            for _ in range(arguments.rounds):
+                for policy in KvPolicy:
+                    engine.kv_policy = policy
+                    await update_round(engine, chain, load, measured)
+                await reload_round(engine, chain, load, measured, directory / "engine")
+            load.stop = True
+            await asyncio.gather(*clients)
     finally:
+        await engine.close()
         await server.stop()
+        publisher.close()
         mirror.close()
+    return row(name, run, measured, start_ms)
+
+
+def row(name: str, run: RunInfo, measured: Measured, start_ms: float) -> dict[str, Any]:
+    pauses = [report.pause_ms for report in measured.reports]
+    loads = [report.load_ms for report in measured.reports]
+    staging = [report.total_ms - report.pause_ms for report in measured.reports]
+    stalls = {policy: statistics.median(values) for policy, values in measured.stall.items()}
+    reload_ms = statistics.median(measured.reload)
+    ratios = [pause / loading for pause, loading in zip(pauses, loads, strict=True)]
     return {
-        "parameters": sum(int(np.prod(source.shape)) for source in run.sources),
-        "canonical_bytes": sum(spec.nbytes for spec in run.tensors.values()),
-        "restart_ms": restart_ms,
-        "policies": policies,
-        "pause_over_restart": {p: found["pause_ms"]["best"] / restart_ms for p, found in policies.items()},
-        "machine": platform.processor() or platform.machine(),
+        "model": name,
+        "pause_ms_p50": statistics.median(pauses),
+        "pause_ms_p95": float(np.percentile(pauses, 95)),
+        "load_and_pack_ms": statistics.median(loads),
+        "full_reload_ms": reload_ms,
+        "stall_ms_p50": stalls[KvPolicy.RECOMPUTE.value],
+        "publish_to_served_ms": statistics.median(measured.total),
+        "delta_bytes": int(statistics.median(measured.delta_bytes)),
+        "full_bytes": measured.full_bytes,
+        "detail": {
+            "parameters": sum(int(np.prod(source.shape)) for source in run.sources),
+            "updates": len(pauses),
+            "stages_ms": {
+                "publish": statistics.median(measured.publish),
+                "fetch_verify_apply": statistics.median(measured.fetch),
+                "stage": statistics.median(staging),
+                "pause": statistics.median(pauses),
+            },
+            "stall_keep_kv_ms_p50": stalls[KvPolicy.KEEP.value],
+            "stall_full_reload_ms_p50": stalls["full_reload"],
+            "start_ms": start_ms,
+            "pause_over_load_and_pack": statistics.median(ratios),
+            "pause_over_full_reload": statistics.median(pauses) / reload_ms,
+            "canonical_bytes": sum(spec.nbytes for spec in run.tensors.values()),
+            "tensors": measured.reports[-1].tensors,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "load_average": os.getloadavg()[0],
+        },
     }
 
 
@@ -175,14 +310,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=16)
+    models = ["tiny_glm_moe", "smollm2"]
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--smollm2", type=Path, default=Path("/tmp/smollm2_hf"))
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--update-rms", type=float, default=1e-5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(asyncio.run(measure(arguments, Path(directory))), indent=1))
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as directory:
+            print(json.dumps(asyncio.run(measure(name, arguments, Path(directory)))), flush=True)
 
 
 if __name__ == "__main__":
