@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from jaxtrain.commands.export import export
@@ -21,7 +20,7 @@ from jaxtrain.commands.train import train
 class _ConfigUnlessNamed(TyperGroup):
     """`inspect --config ...` is `inspect config --config ...`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else ["config", *args])
 

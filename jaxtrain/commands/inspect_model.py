@@ -116,19 +116,24 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 def _memory(definition: Definition, section: OptimizerSection, sizes: dict[str, int]) -> dict[str, int]:
     """Bytes of one device, each part laid out as training lays it out."""
     from jaxtrain.models.inspection import abstract_mesh, bytes_on_device
+    from jaxtrain.models.sharding_rules import parameter_shardings
     from jaxtrain.optim.optimizer import build
     from jaxtrain.training.context import optimizer_config
-    from jaxtrain.training.trainer import abstract_state, place, sharded_shapes
+    from jaxtrain.training.trainer import abstract_state, sharded_shapes
+    from sharding.tree import shardings_like
 
     mesh = abstract_mesh(sizes)
     settings = optimizer_config(section, head_dim=definition.config.head_dim)
     optimizer = build(settings, sharded_shapes(definition, mesh))
-    state, where = abstract_state(definition, optimizer), place(definition, optimizer, mesh).state
-    parameters = bytes_on_device(state.params, where.params)
+    state, where = abstract_state(definition, optimizer), parameter_shardings(definition, mesh)
+    trained = {path: where[path] for path in state.params}
+    parameters = bytes_on_device(state.params, trained)
+    moments = shardings_like(state.optimizer, state.params, trained, mesh)
     found = {
-        "parameters": parameters + bytes_on_device(state.buffers, where.buffers),
+        "parameters": parameters
+        + bytes_on_device(state.buffers, {path: where[path] for path in state.buffers}),
         "gradients": parameters,
-        "optimizer": bytes_on_device(state.optimizer, where.optimizer),
+        "optimizer": bytes_on_device(state.optimizer, moments),
     }
     return found | {"total": sum(found.values())}
 

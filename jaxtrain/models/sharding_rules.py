@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtrain.models.definition import Definition
 from jaxtrain.models.placement import activation_spec
@@ -25,7 +25,7 @@ RULES = ShardingRules(
 )
 
 
-def parameter_shardings(definition: Definition, mesh: Mesh) -> dict[str, NamedSharding]:
+def parameter_shardings(definition: Definition, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
     """Path -> sharding. Raises `ShardingError` naming every parameter that does not divide."""
     return RULES.restricted_to(mesh).shardings(definition.axes, definition.shapes, mesh)
 

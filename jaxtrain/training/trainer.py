@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.definition import Definition, initialize
@@ -98,7 +98,7 @@ def place(definition: Definition, optimizer: optax.GradientTransformation, mesh:
     )
 
 
-def sharded_shapes(definition: Definition, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def sharded_shapes(definition: Definition, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Trained parameters as shapes that carry their shardings, as the optimizer's layout needs them."""
     shardings = parameter_shardings(definition, mesh)
     return {
