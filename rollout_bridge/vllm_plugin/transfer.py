@@ -224,7 +224,8 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             raise RuntimeError("finish_weight_update without a staged version")
         with _timed(staging), quiet_reload():
             finalize_layerwise_reload(self.model, self.model_config)
-            torch.accelerator.synchronize()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
         self._staging = None  # drops the mapped pages and host copies
         staging.loaded()
 
