@@ -9,7 +9,6 @@ best is kept.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 
@@ -17,6 +16,7 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import places, planes, stream
+from rollout_bridge.delta.change import Dense, SparseChange
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader, inflate, varint
@@ -43,21 +43,6 @@ class _Mode(enum.IntEnum):
     stream = 1
     full = 2
     planes = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class SparseChange:
-    """The elements that change: flat `indices` int64, ascending, and their new `values`."""
-
-    indices: np.ndarray
-    values: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """All new values of an array, in its shape."""
-
-    values: np.ndarray
 
 
 def encode(old: np.ndarray, new: np.ndarray, *, preset: str = "small") -> bytes:

@@ -87,7 +87,7 @@ def by_class(
     """
     start = classes.exponents_start(old)
     fine = classes.fine_classes(old_values, start)
-    mask = _partition(old, start, fine, old_values, new_values, effort)
+    mask = partition(old, start, fine, old_values, new_values, effort)
     of_class = classes.merged_classes(fine, mask)
     directory = Directory.of(old, classes.used_boundaries(mask, old.dtype.itemsize, start))
     moved = np.bincount(of_class, minlength=len(directory.words))
@@ -108,14 +108,19 @@ def by_class(
 
 def read_directory(reader: Reader, old: np.ndarray, *, partitioned: bool) -> Directory:
     """The directory of flat `old` under the partition that `Places.header` describes."""
+    return Directory.of(old, read_boundaries(reader, old.dtype, partitioned=partitioned))
+
+
+def read_boundaries(reader: Reader, dtype: np.dtype, *, partitioned: bool) -> np.ndarray:
+    """Magnitudes int64 that separate the classes of the partition that `Places.header` describes."""
     if not partitioned:
-        return Directory.of(old, np.empty(0, np.int64))
-    start = reader.byte() if old.dtype.itemsize > 1 else 0
+        return np.empty(0, np.int64)
+    start = reader.byte() if dtype.itemsize > 1 else 0
     mask = reader.byte() | reader.byte() << 8
     if mask >> (classes.CLASSES - 1):
         raise DeltaError(f"partition {mask:#x} has boundaries past the last class; the blob is damaged")
-    boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
-    return Directory.of(old, np.minimum(boundaries, np.iinfo(old.dtype).max))
+    boundaries = classes.used_boundaries(mask, dtype.itemsize, start)
+    return np.minimum(boundaries, np.iinfo(dtype).max)
 
 
 def find(directory: Directory, gaps: list[np.ndarray]) -> list[np.ndarray]:
@@ -169,14 +174,19 @@ def ascending(
     return joined, new
 
 
-def _partition(
+def partition(
     old: np.ndarray,
     start: int,
     fine: np.ndarray,
     old_values: np.ndarray,
     new_values: np.ndarray,
     effort: Effort,
+    class_bits: float = 0.0,
 ) -> int:
+    """The mask of classes that makes the update of flat `old` smallest; fine: of each changed element.
+
+    class_bits: what one more class costs beside the description of its model.
+    """
     bits = old.dtype.itemsize * 8
     stride = max(1, fine.size // _SAMPLE)
     steps = symbols.symbols_of(symbols.steps_between(old_values[::stride], new_values[::stride]))
@@ -191,7 +201,7 @@ def _partition(
     counts = classes.estimate_counts(old, start, changed)
     if effort is Effort.two:
         return classes.choose_boundary(counts, changed, value_bits)
-    class_bits = _MODEL_BITS
+    class_bits += _MODEL_BITS
     if old.size > _LARGE:
         every = classes.coded_bits(counts, changed, value_bits, classes.ALL_CLASSES)
         class_bits = max(class_bits, _TIME_SHARE * every)

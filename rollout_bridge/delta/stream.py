@@ -37,31 +37,49 @@ def encode(
     wide: many lanes.
     """
     bits = old_values.dtype.itemsize * 8
-    step_values = symbols.steps_between(old_values, new_values)[changes.order]
-    step_symbols = symbols.symbols_of(step_values)
-    gaps = changes.gaps()
-    gap_symbols = symbols.symbols_of(gaps)
+    steps = symbols.steps_between(old_values, new_values)[changes.order].astype(np.int64)
     flags = (FLAG_WIDE if wide else 0) | (FLAG_PARTITION if changes.mask else 0)
-    header = bytearray(changes.header(old_values.dtype.itemsize))
-    firsts = np.concatenate([[0], np.cumsum(changes.moved)])
-    tables: list[np.ndarray] = []
-    for k, (count, changed) in enumerate(zip(changes.sizes.tolist(), changes.moved.tolist(), strict=True)):
-        here = slice(firsts[k], firsts[k + 1])
-        if not changed:
-            header += varint(0)
-            continue
-        gap_table, gap_bytes = _gap_model(gap_symbols[here], count, changed)
-        step_table, step_bytes = _step_model(step_symbols[here], bits)
-        header += varint(2 * changed + bool(gap_bytes)) + gap_bytes + step_bytes
-        tables += [gap_table, step_table]
-    all_symbols = np.concatenate([gap_symbols, step_symbols])
-    rows = _table_rows(changes.moved)
-    extra = symbols.pack_extra(np.concatenate([gaps, step_values.astype(np.int64)]), all_symbols)
-    lanes = lanes_for(all_symbols.size, flags)
-    inside = lanes * rans.PAYLOAD_BYTES  # the first extra bits travel in the coder's initial states
-    payload = extra[:inside].ljust(inside, b"\0")
-    coded = rans.encode(all_symbols, rows, np.stack(tables), lanes=lanes, payload=payload)
-    return flags, bytes(header) + coded + extra[inside:]
+    coder = Coder(changes.gaps(), steps, changes.sizes, changes.moved, bits)
+    return flags, changes.header(old_values.dtype.itemsize) + coder.models + coder.coded(flags)
+
+
+class Coder:
+    """Changes class after class as bytes: their `models`, and under these the changes themselves.
+
+    gaps, steps int64: of each change. sizes, moved: elements of each class, and those that change.
+    """
+
+    def __init__(
+        self, gaps: np.ndarray, steps: np.ndarray, sizes: np.ndarray, moved: np.ndarray, bits: int
+    ) -> None:
+        self._values = np.concatenate([gaps, steps])
+        self._symbols = symbols.symbols_of(self._values)
+        self._moved = moved
+        self._tables: list[np.ndarray] = []
+        models_of = bytearray()
+        first = 0
+        for count, changed in zip(sizes.tolist(), moved.tolist(), strict=True):
+            if not changed:
+                models_of += varint(0)
+                continue
+            here = self._symbols[first : first + changed]
+            there = self._symbols[gaps.size + first : gaps.size + first + changed]
+            first += changed
+            gap_table, gap_bytes = _gap_model(here, count, changed)
+            step_table, step_bytes = _step_model(there, bits)
+            models_of += varint(2 * changed + bool(gap_bytes)) + gap_bytes + step_bytes
+            self._tables += [gap_table, step_table]
+        self.models = bytes(models_of)
+
+    def coded(self, flags: int) -> bytes:
+        """The changes; of `flags`, FLAG_WIDE matters."""
+        extra = symbols.pack_extra(self._values, self._symbols)
+        lanes = lanes_for(self._symbols.size, flags)
+        inside = lanes * rans.PAYLOAD_BYTES  # the first extra bits travel in the coder's initial states
+        payload = extra[:inside].ljust(inside, b"\0")
+        rows = _table_rows(self._moved)
+        coded = rans.encode(self._symbols, rows, np.stack(self._tables), lanes=lanes, payload=payload)
+        return coded + extra[inside:]
 
 
 def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -74,7 +92,16 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], 
     bits = old.dtype.itemsize * 8
     reader = Reader(body)
     directory = places.read_directory(reader, old, partitioned=bool(flags & FLAG_PARTITION))
-    sizes = directory.sizes
+    moved, tables = read_models(reader, directory.sizes, bits)
+    gaps, step_values = read_coded(reader, moved, tables, flags, bits)
+    ends = np.cumsum(moved)[:-1]
+    indices = places.find(directory, np.split(gaps, ends))
+    steps = np.split(step_values.astype(old.dtype), ends)
+    return indices, [symbols.apply_steps(old[part], step) for part, step in zip(indices, steps, strict=True)]
+
+
+def read_models(reader: Reader, sizes: np.ndarray, bits: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(changes int64 of each class of `sizes` elements, tables) of `Coder.models`. DeltaError on damage."""
     moved = np.zeros(sizes.size, np.int64)
     tables: list[np.ndarray] = []
     for k, count in enumerate(sizes.tolist()):
@@ -92,9 +119,16 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], 
         else:
             tables.append(models.geometric(count, changed))
         tables.append(_read_step_model(reader, bits))
+    return moved, tables
+
+
+def read_coded(
+    reader: Reader, moved: np.ndarray, tables: list[np.ndarray], flags: int, bits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(gaps, steps) int64 of `Coder.coded`, to the end of the blob. DeltaError on damage."""
     if not tables:
         reader.end()
-        return [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     rows = _table_rows(moved)
     try:
         decoded = rans.decode(reader.rest(), rows, np.stack(tables), lanes=lanes_for(rows.size, flags))
@@ -108,13 +142,10 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], 
     values = symbols.unpack_extra(inside + reader.take(extra_size - len(inside)), decoded.symbols)
     reader.end()
     total = int(moved.sum())
-    gaps, step_values = values[:total], values[total:]
-    if step_values.max() >= 1 << bits:
+    gaps, steps = values[:total], values[total:]
+    if steps.max() >= 1 << bits:
         raise DeltaError("a decoded step is out of range; the blob is damaged")
-    ends = np.cumsum(moved)[:-1]
-    indices = places.find(directory, np.split(gaps, ends))
-    steps = np.split(step_values.astype(old.dtype), ends)
-    return indices, [symbols.apply_steps(old[part], step) for part, step in zip(indices, steps, strict=True)]
+    return gaps, steps
 
 
 def _table_rows(moved: np.ndarray) -> np.ndarray:

@@ -87,6 +87,31 @@ def update(current: int, indices: np.ndarray, old_values: np.ndarray, new_values
     return total % MODULUS
 
 
+def updates(
+    indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, counts: np.ndarray
+) -> list[int]:
+    """How the digest of each of several tensors moves, in one pass: what `update` makes of 0.
+
+    indices, old_values, new_values: as `update` takes them, tensor after tensor; counts int[tensors]: how
+    many each has. Raises ValueError unless they add up.
+    """
+    if not indices.size == old_values.size == new_values.size == counts.sum():
+        raise ValueError(
+            f"found {indices.size} indices, {old_values.size} old and {new_values.size} new values for"
+            f" {counts.sum()} changes in all; expected one each"
+        )
+    moves = np.empty(indices.size + 1, np.uint64)
+    moves[-1] = 0  # so that a tensor past the last change has a place to start at
+    for begin in range(0, indices.size, _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, indices.size))
+        keys = indices[part].astype(np.uint64) * _INDEX_FACTOR
+        after = _finalise(_unsigned(new_values[part]).astype(np.uint64) * _VALUE_FACTOR + keys)
+        before = _finalise(_unsigned(old_values[part]).astype(np.uint64) * _VALUE_FACTOR + keys)
+        np.subtract(after, before, out=moves[part])
+    sums = np.add.reduceat(moves, np.cumsum(counts) - counts) if counts.size else moves[:0]
+    return np.where(counts > 0, sums, np.uint64(0)).tolist()
+
+
 def combine(*parts: int) -> int:
     """The digest of a tensor from the digests of parts that cover it once."""
     return sum(parts) % MODULUS

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Bits of NaN and infinity (E4M3 has no infinity, and one NaN of either sign).
 _NOT_FINITE = {"F8_E4M3": 0x7F, "BF16": 0x7F80, "F32": 0x7F800000}
+_KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
 
 
 def parse_latest(store: Store, data: bytes) -> Latest:
@@ -151,6 +152,7 @@ class Blobs:
         self._attempts = attempts
         self._limit = limit_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
         self._coming: dict[str, Future[bytes | None]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
@@ -180,6 +182,22 @@ class Blobs:
                 reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"
             self._kept.pop(key, None)
         raise BrokenVersion(ref, key, f"{reason} (read {self._attempts} times)")
+
+    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
+        """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`.
+
+        A blob that several pieces share is fetched, checked and read once, as long as it is among the last.
+        """
+        if piece.member is None:
+            return delta.decode_sparse(self.piece(ref, piece), before)
+        place = ref, piece.key, piece.offset, piece.length, piece.hash, before.dtype.itemsize
+        group = self._groups.pop(place, None)
+        if group is None:
+            group = delta.decode_group(self.piece(ref, piece), before.dtype)
+        self._groups[place] = group
+        while sum(kept.changes for kept in self._groups.values()) > _KEPT_CHANGES and len(self._groups) > 1:
+            self._groups.popitem(last=False)
+        return group.change(piece.member, before)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -213,7 +231,7 @@ def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
                 current = old.copy()
             before = np.ascontiguousarray(current[piece.slices])
             try:
-                decoded = delta.decode_sparse(blobs.piece(ref, piece), before)
+                decoded = blobs.change(ref, piece, before)
             except delta.DeltaError as error:
                 raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
             local, values = _as_sparse(decoded, before)

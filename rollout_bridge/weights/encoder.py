@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -46,6 +47,15 @@ class Patch:
     def changed(self) -> int:
         return self.values.size
 
+    @property
+    def change(self) -> delta.ArrayChange | None:
+        """What a delta says of it, None in a full version."""
+        if self.indices is None or self.old is None:
+            return None
+        before = None if self.before is None else self.before.reshape(-1)
+        size = math.prod(self.local_shape)
+        return delta.ArrayChange(self.indices, self.old, self.values, size, before, self.ranks)
+
 
 class Histogram:
     """How often each value occurs in an array that changes: the reference size is counted from it."""
@@ -57,15 +67,17 @@ class Histogram:
     def add(self, values: np.ndarray, sign: int = 1) -> None:
         """Counts `values` once more (`sign` 1) or once less (-1)."""
         flat = values.reshape(-1)
-        if self._dense is not None:
+        if self._dense is not None and flat.size < self._dense.size:
+            np.add.at(self._dense, flat, sign)
+        elif self._dense is not None:
             for start in range(0, flat.size, _CHUNK):
                 self._dense += sign * np.bincount(flat[start : start + _CHUNK], minlength=self._dense.size)
-            return
-        found, counts = np.unique(flat, return_counts=True)
-        merged, place = np.unique(np.concatenate([self._sparse[0], found]), return_inverse=True)
-        total = np.zeros(merged.size, np.int64)
-        np.add.at(total, place, np.concatenate([self._sparse[1], sign * counts]))
-        self._sparse = (merged[total > 0], total[total > 0])
+        else:
+            found, counts = np.unique(flat, return_counts=True)
+            merged, place = np.unique(np.concatenate([self._sparse[0], found]), return_inverse=True)
+            total = np.zeros(merged.size, np.int64)
+            np.add.at(total, place, np.concatenate([self._sparse[1], sign * counts]))
+            self._sparse = (merged[total > 0], total[total > 0])
 
     @property
     def counts(self) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
@@ -91,11 +103,14 @@ class Reference:
     def add(self, patches: Iterable[tuple[str, Patch]]) -> None:
         """Counts the new values, and those they replaced out."""
         for key, mine in _grouped(patches).items():
-            histogram = self._histograms.setdefault(key, Histogram(mine[0].values.dtype))
+            if key not in self._histograms:
+                self._histograms[key] = Histogram(mine[0].values.dtype)
+            if all(patch.old is not None for patch in mine):  # as one: small tensors are many
+                self._histograms[key].add(np.concatenate([patch.values for patch in mine]))
+                self._histograms[key].add(np.concatenate([p.old for p in mine if p.old is not None]), -1)
+                continue
             for patch in mine:
-                histogram.add(patch.values)
-                if patch.old is not None:
-                    histogram.add(patch.old, -1)
+                self._histograms[key].add(patch.values)
 
 
 def _grouped(patches: Iterable[tuple[str, Patch]]) -> dict[str, list[Patch]]:
@@ -122,7 +137,7 @@ class Written:
 
 def write(
     store: Store,
-    patches: Iterable[Patch],
+    patches: Sequence[Patch],
     *,
     directory: str,
     label: str,
@@ -132,39 +147,61 @@ def write(
 ) -> Written:
     """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
 
+    Changes of small tensors go together, so that a version costs by its elements and not by its tensors.
     label: begins the names of the objects. On return every blob of the account is in the store.
     """
     account = Written(label)
     buffer = bytearray()
-    # A loop over one executor keeps the order of patches, so objects hold neighbouring tensors.
+    # A loop over one executor keeps the order of blobs, so objects hold neighbouring tensors.
     with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
-        for patch, (blob, part_digest) in _in_order(pool, patches, preset, ahead=4 * threads):
+        for group, (blob, part_digests) in _in_order(pool, _groups(patches), preset, ahead=4 * threads):
             if buffer and len(buffer) + len(blob) > object_bytes:
                 _flush(store, directory, account, buffer)
-            nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
-            entry = account.tensors.setdefault(patch.name, nothing)
-            entry.blobs.append(
-                Piece(
-                    key=account.next_object,
-                    offset=len(buffer),
-                    length=len(blob),
-                    hash=xxhash.xxh3_128_hexdigest(blob),
-                    rectangle=patch.rectangle,
+            blob_hash = xxhash.xxh3_128_hexdigest(blob)
+            for member, (patch, part_digest) in enumerate(zip(group, part_digests, strict=True)):
+                nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
+                entry = account.tensors.setdefault(patch.name, nothing)
+                entry.blobs.append(
+                    Piece(
+                        key=account.next_object,
+                        offset=len(buffer),
+                        length=len(blob),
+                        hash=blob_hash,
+                        rectangle=patch.rectangle,
+                        member=member if len(group) > 1 else None,
+                    )
                 )
-            )
-            entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
-            entry.changed += patch.changed
-            account.changed += patch.changed
+                entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
+                entry.changed += patch.changed
+                account.changed += patch.changed
             buffer += blob
     if buffer:
         _flush(store, directory, account, buffer)
+    for entry in account.tensors.values():
+        entry.blobs.sort(key=lambda piece: piece.rectangle)
     return account
 
 
-def _in_order(pool: ThreadPoolExecutor, patches: Iterable[Patch], preset: str, *, ahead: int):  # noqa: ANN202
+def _groups(patches: Sequence[Patch]) -> Iterator[list[Patch]]:
+    """Patches that share a blob, by the first of each."""
+    changes = [patch.change for patch in patches]
+    sparse = [place for place, change in enumerate(changes) if change is not None]
+    shared = {}
+    for members in delta.together([change for change in changes if change is not None]):
+        shared[sparse[members[0]]] = [patches[sparse[member]] for member in members]
+    for place, change in enumerate(changes):
+        if change is None:
+            yield [patches[place]]
+        elif place in shared:
+            yield shared[place]
+
+
+def _in_order(  # noqa: ANN202
+    pool: ThreadPoolExecutor, groups: Iterable[list[Patch]], preset: str, *, ahead: int
+):
     waiting = []
-    for patch in patches:
-        waiting.append((patch, pool.submit(_encode, patch, preset)))
+    for group in groups:
+        waiting.append((group, pool.submit(_encode, group, preset)))
         if len(waiting) > ahead:
             first, future = waiting.pop(0)
             yield first, future.result()
@@ -172,24 +209,26 @@ def _in_order(pool: ThreadPoolExecutor, patches: Iterable[Patch], preset: str, *
         yield first, future.result()
 
 
-def _encode(patch: Patch, preset: str) -> tuple[bytes, int]:
-    if patch.indices is None or patch.old is None:
+def _encode(group: list[Patch], preset: str) -> tuple[bytes, list[int]]:
+    """(blob, what each patch contributes to the digest of its tensor)."""
+    changes = [change for patch in group if (change := patch.change) is not None]
+    if not changes:
+        patch = group[0]
         origin = tuple(start for start, _ in patch.rectangle)
         values = np.ascontiguousarray(patch.values)
         part = digest.digest_rectangle(values, origin=origin, shape=patch.shape)
-        return delta.encode_full(values, preset=preset), part
-    blob = delta.encode_sparse(
-        patch.indices,
-        patch.old,
-        patch.values,
-        shape=patch.local_shape,
-        dtype=patch.values.dtype,
-        preset=preset,
-        old=patch.before,
-        ranks=patch.ranks,
+        return delta.encode_full(values, preset=preset), [part]
+    indices = [
+        flat_indices(change.indices, patch.rectangle, patch.shape)
+        for change, patch in zip(changes, group, strict=True)
+    ]
+    parts = digest.updates(
+        np.concatenate(indices),
+        np.concatenate([change.old_values for change in changes]),
+        np.concatenate([change.new_values for change in changes]),
+        np.array([len(here) for here in indices]),
     )
-    indices = flat_indices(patch.indices, patch.rectangle, patch.shape)
-    return blob, digest.update(0, indices, patch.old, patch.values)
+    return delta.encode_group(changes, preset=preset), parts
 
 
 def _flush(store: Store, directory: str, account: Written, buffer: bytearray) -> None:

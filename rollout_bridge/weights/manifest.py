@@ -98,6 +98,7 @@ class Piece(_Record):
     """One encoded rectangle of a tensor: `length` bytes at `offset` of the object `key` of this version.
 
     hash: xxh3-128 of those bytes, hex. rectangle: [start, stop) along each axis of the Hugging Face tensor.
+    member: its number in a blob that several pieces share; None: the blob is of this piece alone.
     """
 
     key: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*\.blob$")]
@@ -105,6 +106,7 @@ class Piece(_Record):
     length: _Count
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     rectangle: tuple[tuple[_Count, _Count], ...]
+    member: _Count | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,11 +159,12 @@ class Stats(_Record):
 class Manifest(_Record):
     """One version of the weights, written last: a reader that sees it can read every blob it names.
 
+    format_version: 2 since pieces may share a blob; what reads 2 reads 1.
     follows: a full version that lists the change from its parent too, for readers that hold the parent.
     time: unix seconds of its making, by the clock of process 0.
     """
 
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = 2
     run_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     version: Annotated[int, Field(ge=1, lt=2**53)]
     incarnation: _Count

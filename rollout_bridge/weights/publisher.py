@@ -195,7 +195,8 @@ class Publisher:
         with self._lock:
             flight = self._flight
             waits = flight is not None and not flight.done()
-            publication = Publication(1 + (flight.version if waits else self.head.version), step)
+            before = flight.version if flight is not None and waits else self.head.version
+            publication = Publication(1 + before, step)
             overtaken = self._queued
             rms = None if overtaken else update_rms  # it is of fewer steps than the change then
             job = _Job(publication, bits, nonfinite, rms, attempt)

@@ -63,6 +63,19 @@ def test_an_update_gives_the_digest_of_the_result(old: np.ndarray, data: st.Data
     assert d.update(d.digest(old), indices, before, after) == d.digest(new)
 
 
+@given(st.lists(st.integers(0, 5), max_size=6), st.sampled_from([np.uint8, np.uint32]), st.integers(0, 99))
+def test_updates_of_several_tensors_are_those_of_each(counts: list[int], dtype: type, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    total = sum(counts)
+    indices = np.concatenate([np.sort(random.permutation(100)[:count]) for count in [*counts, 0]])
+    old, new = random.integers(0, 200, (2, total)).astype(dtype)
+    each = np.split(np.arange(total), np.cumsum(counts)[:-1]) if counts else []
+    expected = [d.update(0, indices[part], old[part], new[part]) for part in each]
+    assert d.updates(indices, old, new, np.array(counts, np.int64)) == expected
+    with pytest.raises(ValueError, match="changes in all"):
+        d.updates(indices, old, new, np.array([*counts, 1]))
+
+
 def test_every_change_of_one_element_and_every_swap_is_seen() -> None:
     bits = np.arange(40, dtype=np.uint8)
     seen = {d.digest(bits)}

@@ -13,7 +13,7 @@ from rollout_bridge.names.base import paths
 from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import scale_name
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights import device_bits
+from rollout_bridge.weights import device_bits, encoder
 from rollout_bridge.weights.manifest import Kind
 from rollout_bridge.weights.publisher import Compaction, Overtaken
 from tests.rollout_bridge.weights import tiny
@@ -46,6 +46,33 @@ def test_every_version_of_a_chain_arrives_bit_for_bit(tmp_path):
         elif number == 1:
             lagging.advance()
     assert kinds == [Kind.FULL] + 3 * [Kind.DELTA] + [Kind.FULL] + 2 * [Kind.DELTA]
+    trainer.close()
+
+
+def test_a_chain_from_before_tensors_shared_blobs_is_read_and_goes_on(tmp_path, monkeypatch):
+    """Format 1 had a blob a tensor: 2 and 3 are written so, 4 as now, and read one by one or at once."""
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    following, folding = (tiny.subscriber(store, tmp_path / name) for name in ("following", "folding"))
+    tree, members = tiny.params(), []
+    for number in range(1, 5):
+        with monkeypatch.context() as patch:
+            if number < 4:
+                patch.setattr(encoder.delta, "together", lambda changes: [[n] for n in range(len(changes))])
+            manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+        pieces = [piece for entry in manifest.tensors.values() for piece in entry.blobs]
+        members.append(sum(piece.member is not None for piece in pieces))
+        places = {(piece.key, piece.offset) for piece in pieces}
+        assert len(places) == len(pieces) if number < 4 else len(places) < len(pieces) / 4
+        following.advance()
+        tiny.assert_holds(following, tree)
+        if number == 1:
+            folding.advance()
+        kept, tree = tree, tiny.step(tree, number)
+    assert members[:3] == [0, 0, 0] and members[3] > 0
+    folding.advance()
+    tiny.assert_holds(folding, kept)
     trainer.close()
 
 
