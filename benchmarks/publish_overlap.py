@@ -1,18 +1,22 @@
-"""How much publishing every step slows a training step down.
+"""How much publishing every step slows the trainer of `make quickstart` down.
 
-    python benchmarks/publish_overlap.py [--tokens 8192 --hidden 512 --layers 4 --experts 8 --rounds 6]
+    python benchmarks/publish_overlap.py [--config configs/quickstart.yaml --tokens 8192 --rounds 8 --steps 4]
 
-A step does the matrix products of a training step of `--tokens` tokens on a Glm4Moe (6 FLOPs a token and
-parameter, all experts dense) on this process's devices, and an update of RMS `--update-rms`. Rounds of
-`--steps` steps take turns: one without publication, one that publishes every step to a store on disk, both in
-one process. On a CPU the encoder takes its cores from the training step; on an accelerator only the
-quantisation and the comparison run beside it. Prints one JSON object:
+The trainer of an `async_grpo` config (its model, optimizer, policy loss and mesh) takes steps on one batch of
+random tokens as large as the config's at the end of its ramp. Rounds of `--steps` steps take turns: one
+without publication, one that publishes after every step to a store on disk, both in one process. On a CPU the
+encoder takes its cores from the training step; on an accelerator only the quantisation and the comparison run
+beside it. Prints one JSON object:
 
-    step_seconds      medians of a step, {plain, publishing}; slowdown: their ratio less 1
-    processor_seconds the same of processor time of all threads, and its ratio, for a machine that is not idle
-    publish_call_ms   what `publish` itself holds the trainer up, median
-    publish_seconds   in the background, to the moved head, median; overtaken: how many a newer one replaced
-    delta_bytes, full_bytes_bf16, cores, tokens, parameters
+    step_ms_alone, step_ms_publishing   medians of a step, the call of `publish` included
+    slowdown                            their ratio less 1
+    step_cpu_ms                         processor time of all threads a step without publication, mean
+    publication_cpu_ms                  what a step that publishes needs beside it; processor_slowdown: its
+                                        part of step_cpu_ms, for a machine that is not idle
+    publish_call_ms                     what `publish` itself holds the trainer up, median
+    publish_ms                          in the background, to the moved head, median of the rounds' last
+    overtaken                           how many publications a newer one replaced, of `publications`
+    delta_bytes, reference_bytes, changed_fraction, tensors, parameters, tokens, cores, load
 """
 
 from __future__ import annotations
@@ -24,139 +28,119 @@ import platform
 import statistics
 import tempfile
 import time
-from typing import Any
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rollout_bridge import names
-from rollout_bridge.names.base import paths, stacked_shape
-from rollout_bridge.quantization.plan import plan_for
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.data.batch import Batch
+from jaxtrain.losses.objectives import POLICY_METRICS, policy
+from jaxtrain.rl.publication import Publications
+from jaxtrain.training.context import open_context
+from jaxtrain.training.phase_trainer import open_trainer
+from jaxtrain.training.phases import scheduled_values
 from rollout_bridge.store import Store
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights.publisher import Publisher
-from rollout_bridge.weights.run import RunInfo
 
-Params = dict[str, jax.Array]
+WARM_STEPS = 4  # a full version and two changes: everything is compiled
 
 
-def new_run(arguments: argparse.Namespace) -> RunInfo:
-    config = {
-        "model_type": "glm4_moe",
-        "vocab_size": 4096,
-        "hidden_size": arguments.hidden,
-        "num_hidden_layers": arguments.layers,
-        "first_k_dense_replace": 1,
-        "intermediate_size": 4 * arguments.hidden,
-        "moe_intermediate_size": arguments.hidden,
-        "n_routed_experts": arguments.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": arguments.hidden // 64,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "attention_bias": True,
-        "use_qk_norm": True,
-    }
-    shapes = {source.name: source.shape for source in names.tensors(config)}
-    return RunInfo.new(config, plan_for(shapes, architecture="glm4_moe", serving=None))
-
-
-def training_step(tokens: int, update_rms: float) -> Any:
-    """Jitted (params, key) -> params: forward, both backward products of every matrix, and an update."""
-
-    def step(params: Params, key: jax.Array) -> Params:
-        updated = {}
-        widest = max(weight.shape[-2] for weight in params.values() if weight.ndim >= 3)
-        inputs = jax.random.normal(key, (tokens, widest), jnp.float32)
-        for path, weight in params.items():
-            noise = jax.random.normal(jax.random.fold_in(key, len(updated)), weight.shape, weight.dtype)
-            gradient = noise
-            if weight.ndim >= 3:
-                matrices = weight.reshape(-1, *weight.shape[-2:])
-
-                def products(matrix: jax.Array) -> jax.Array:
-                    x = inputs[:, : matrix.shape[0]]
-                    y = x @ matrix
-                    return x.T @ (y + 1e-6 * (y @ matrix.T).sum())
-
-                gradient = noise + 1e-9 * jax.lax.map(products, matrices).reshape(weight.shape)
-            updated[path] = weight + update_rms * gradient
-        return updated
-
-    return jax.jit(step, donate_argnums=0)
+def random_batch(config: AsyncGrpoConfig, vocabulary: int, tokens: int) -> Batch:
+    """Whole rows of answers to nothing: every position is trained on, half of them pushed up."""
+    rows, length = config.batch.rows, config.batch.sequence_length
+    shape = (max(1, tokens // (rows * length)), rows, length)
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, vocabulary, (*shape[:2], length + 1), np.int32)
+    return Batch(
+        tokens=drawn[..., :-1],
+        targets=drawn[..., 1:],
+        loss_weights=np.ones(shape, np.float32),
+        segment_ids=np.ones(shape, np.int32),
+        positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
+        behavior_logprobs=np.full(shape, -np.log(vocabulary), np.float32),
+        advantages=np.broadcast_to(random.choice([-1.0, 1.0], (*shape[:2], 1)), shape).astype(np.float32),
+        temperature=np.ones(shape, np.float32),
+        versions=np.full(shape, -1, np.int32),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("tokens", 8192), ("hidden", 512), ("layers", 4), ("experts", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--update-rms", type=float, default=1e-6)
+    quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    parser.add_argument("--config", type=Path, default=quickstart)
+    parser.add_argument("--tokens", type=int, help="of a step; the end of the config's ramp by default")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
-    random = np.random.default_rng(0)
-    run = new_run(arguments)
-    params: Params = {
-        path: jnp.asarray(0.02 * random.standard_normal(stacked_shape(group), dtype=np.float32))
-        for path, group in paths(run.sources).items()
-    }
-    step = training_step(arguments.tokens, arguments.update_rms)
-    number = 0
     wall: dict[bool, list[float]] = {False: [], True: []}
     processor: dict[bool, list[float]] = {False: [], True: []}
-    calls, publications = [], []
+    calls, background, publications = [], [], 0
     with tempfile.TemporaryDirectory() as directory:
-        store = Store.open(f"{directory}/store")
-        runs.create_or_join(store, run)
-        publisher = Publisher(store, run=run, full_every=1 << 20)
-        publisher.take_over()
-        params = jax.block_until_ready(step(params, jax.random.key(0, impl="unsafe_rbg")))
-        for warm in range(2):  # full, then the first change: everything is compiled
-            publisher.publish(params, step=warm).result()
-            params = jax.block_until_ready(step(params, jax.random.key(warm, impl="unsafe_rbg")))
-        for turn in range(2 * arguments.rounds):
-            publishing = turn % 2 == 1
-            publication = None
-            for _ in range(arguments.steps):
+        config = load_config(arguments.config, [f"store=file://{directory}/store"])
+        assert isinstance(config, AsyncGrpoConfig), "a config with rollouts publishes"
+        context = open_context(config, Path(directory) / "run")
+        store = Store.open(config.store_url)
+        publisher = Publications.open(context, store).publisher
+        trainer = open_trainer(
+            context,
+            config.rl,
+            context.definition,
+            loss_function=policy(eps_low=config.rl.eps_low, eps_high=config.rl.eps_high),
+            metric_names=POLICY_METRICS,
+        )
+        tokens = arguments.tokens or config.rl.batch.end_tokens
+        batch = random_batch(config, context.hf_config["vocab_size"], tokens)
+        values = scheduled_values(config.rl)(10 * tokens * WARM_STEPS)
+        state, _ = context.restore_or_initialize()
+        number = 0
+        for turn in range(-1, 2 * arguments.rounds):
+            publishing, publication = turn % 2 == 1, None
+            for _ in range(WARM_STEPS if turn < 0 else arguments.steps):
                 number += 1
                 began, worked = time.perf_counter(), time.process_time()
-                params = jax.block_until_ready(step(params, jax.random.key(number, impl="unsafe_rbg")))
-                if publishing:
+                state, _ = trainer.step(state, batch, values)
+                if publishing or turn < 0:
                     called = time.perf_counter()
-                    publication = publisher.publish(params, step=number + 2)
+                    publication = publisher.publish({**state.params, **state.buffers}, step=number)
+                    if turn < 0:
+                        publication.result()
+                        continue
                     calls.append(1e3 * (time.perf_counter() - called))
-                wall[publishing].append(time.perf_counter() - began)
-                processor[publishing].append(time.process_time() - worked)
-            if publication is not None:  # the last one ends after its step: its work counts all the same
-                began = time.process_time()
+                    publications += 1
+                wall[publishing].append(1e3 * (time.perf_counter() - began))
+                processor[publishing].append(1e3 * (time.process_time() - worked))
+            if turn >= 0 and publication is not None:
+                worked = time.process_time()  # the last one ends after its step: its work counts all the same
                 publication.result()
-                processor[True][-1] += time.process_time() - began
-                publications.append(publisher.counters["publish_milliseconds"] / 1e3)
+                processor[True][-1] += 1e3 * (time.process_time() - worked)
+                background.append(publisher.counters["publish_milliseconds"])
         assert publisher.last is not None
-        stats, counters = publisher.last.stats, dict(publisher.counters)
+        manifest, counters = publisher.last, dict(publisher.counters)
         publisher.close()
-    seconds = {name: statistics.median(wall[key]) for name, key in (("plain", False), ("publishing", True))}
-    worked_mean = {
-        name: statistics.fmean(processor[key]) for name, key in (("plain", False), ("publishing", True))
-    }
+        context.close()
+    alone, beside = statistics.median(wall[False]), statistics.median(wall[True])
+    own, both = statistics.fmean(processor[False]), statistics.fmean(processor[True])
     print(
         json.dumps(
             {
                 "benchmark": "publish_overlap",
-                "step_seconds": seconds,
-                "slowdown": seconds["publishing"] / seconds["plain"] - 1,
-                "processor_seconds": worked_mean,
-                "processor_slowdown": worked_mean["publishing"] / worked_mean["plain"] - 1,
+                "step_ms_alone": alone,
+                "step_ms_publishing": beside,
+                "slowdown": beside / alone - 1,
+                "step_cpu_ms": own,
+                "publication_cpu_ms": both - own,
+                "processor_slowdown": both / own - 1,
                 "publish_call_ms": statistics.median(calls),
-                "publish_seconds": statistics.median(publications),
+                "publish_ms": statistics.median(background),
+                "publications": publications,
                 "overtaken": counters.get("overtaken", 0),
-                "delta_bytes": stats.delta_bytes,
-                "full_bytes_bf16": stats.full_bytes_bf16,
-                "changed_fraction": stats.changed_fraction,
-                "tokens": arguments.tokens,
-                "parameters": stats.full_bytes_bf16 // 2,
+                "delta_bytes": manifest.stats.delta_bytes,
+                "reference_bytes": manifest.stats.reference_bytes,
+                "changed_fraction": manifest.stats.changed_fraction,
+                "tensors": len(manifest.tensors),
+                "parameters": manifest.stats.full_bytes_bf16 // 2,
+                "tokens": int(batch.tokens.size),
                 "cores": os.cpu_count(),
                 "load": os.getloadavg()[0],
                 "machine": f"{platform.machine()} {jax.devices()[0].device_kind}",
