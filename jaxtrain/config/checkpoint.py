@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.base import rejection
+from jaxtrain.huggingface.checkpoint import read_model_config
 from jaxtrain.huggingface.errors import HuggingFaceError
-from jaxtrain.huggingface.layout import read_config
 from jaxtrain.models.architectures.registry import ARCHITECTURES
 from jaxtrain.models.config import ModelConfig, ModelConfigError
 
@@ -29,7 +29,7 @@ def fill_from_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
             f"{directory!r} is no directory; name a Hugging Face one, an imported model or runs/NAME",
         )
     try:
-        model = ModelConfig.from_hf(read_config(Path(directory)))
+        model = ModelConfig.from_hf(read_model_config(Path(directory)))
     except (HuggingFaceError, ModelConfigError) as error:
         raise rejection("checkpoint", str(error)) from error
     architecture = ARCHITECTURES[model.model_type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxtrain.huggingface.errors import HuggingFaceError
 from jaxtrain.huggingface.headers import StoredTensor, read_headers
-from jaxtrain.huggingface.layout import read_config
+from jaxtrain.huggingface.layout import is_hugging_face, read_config
 from jaxtrain.huggingface.reading import BLOCK, READABLE, dequantize_rows, read_rows
 from jaxtrain.models.config import ModelConfig, ModelConfigError
 from rollout_bridge import names
@@ -19,6 +20,9 @@ from rollout_bridge.names import NamesError, TensorSource
 from rollout_bridge.quantization.host import scale_shape
 from rollout_bridge.quantization.plan import scale_name
 
+log = logging.getLogger(__name__)
+
+NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = (".rotary_emb.inv_freq",)  # older exports store what is computed from rope_theta
 LISTED = 20  # problems of one kind that are printed
@@ -52,7 +56,8 @@ def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:
     Raises `HuggingFaceError` with every problem: unsupported values of config.json, files that are missing or
     truncated, tensors that are missing, too many, of another shape or of another dtype.
     """
-    config = read_config(directory)
+    headers = read_headers(directory)
+    config = _as_stored(read_config(directory), headers.tensors)
     quantization = config.pop("quantization_config", None)
     problems = _quantization_problems(quantization)
     sources: tuple[TensorSource, ...] = ()
@@ -61,15 +66,54 @@ def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:
         ModelConfig.from_hf(config)
     except (ModelConfigError, NamesError) as error:
         problems += [f"config.json: {line}" for line in str(error).split("; ")]
-    headers = read_headers(directory)
     problems += headers.problems
     if sources and headers.tensors:
-        problems += _tensor_problems(sources, headers.tensors, quantized=quantization is not None)
+        repeated = names.duplicates(config)
+        if config.get("tie_word_embeddings"):
+            repeated = {name: EMBEDDING if first == HEAD else first for name, first in repeated.items()}
+        problems += _tensor_problems(
+            sources, headers.tensors, quantized=quantization is not None, repeated=repeated
+        )
+        if not problems:
+            problems += _unlike(repeated, headers.tensors)
     if not problems and config.get("tie_word_embeddings") and HEAD in headers.tensors:
         problems += _untied(headers.tensors[EMBEDDING], headers.tensors[HEAD])
     if problems:
         raise HuggingFaceError(directory, problems)
     return HuggingFaceCheckpoint(directory, config, headers.tensors, sources)
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json of either kind of directory, without the MTP layers that it names and no file has.
+
+    Raises `HuggingFaceError` for a config.json that cannot be read; of the files, `open_checkpoint` tells.
+    """
+    config = read_config(directory)
+    if not config.get(NEXT_TOKEN_LAYERS) or not is_hugging_face(directory):
+        return config
+    return _as_stored(config, read_headers(directory).tensors)
+
+
+def _as_stored(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """`config` with no MTP layers if every other tensor is there and none of theirs: transformers 5 leaves
+    them out when it saves, and leaves their number in config.json.
+    """
+    if not config.get(NEXT_TOKEN_LAYERS):
+        return config
+    without = config | {NEXT_TOKEN_LAYERS: 0}
+    try:
+        everything = {source.name for source in names.tensors(config)} | names.duplicates(config).keys()
+        others = {source.name for source in names.tensors(without)}
+    except NamesError:
+        return config  # an error of the caller, with its other problems
+    if not others <= tensors.keys() or tensors.keys() & (everything - others):
+        return config
+    log.warning(
+        "%s of config.json is %s and no file has such a layer: read as a model without them",
+        NEXT_TOKEN_LAYERS,
+        config[NEXT_TOKEN_LAYERS],
+    )
+    return without
 
 
 def _quantization_problems(quantization: Mapping[str, Any] | None) -> list[str]:
@@ -86,7 +130,11 @@ def _quantization_problems(quantization: Mapping[str, Any] | None) -> list[str]:
 
 
 def _tensor_problems(
-    sources: tuple[TensorSource, ...], tensors: Mapping[str, StoredTensor], *, quantized: bool
+    sources: tuple[TensorSource, ...],
+    tensors: Mapping[str, StoredTensor],
+    *,
+    quantized: bool,
+    repeated: Mapping[str, str],
 ) -> list[str]:
     missing, wrong = [], []
     for source in sources:
@@ -100,7 +148,7 @@ def _tensor_problems(
             wrong += _scale_problems(tensor, tensors)
         elif tensor.dtype not in READABLE:
             wrong.append(f"{source.name}: dtype {tensor.dtype}, expected {_allowed(quantized)}")
-    known = {source.name for source in sources}
+    known = {source.name for source in sources} | repeated.keys()
     known |= {scale_name(name) for name in known if name in tensors and tensors[name].dtype == "F8_E4M3"}
     head_is_embedding = HEAD not in known  # tied; compared with it afterwards
     extra = [
@@ -132,19 +180,34 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines[:LISTED] + ([f"and {len(lines) - LISTED} more like the last"] if len(lines) > LISTED else [])
 
 
+def _unlike(repeated: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """What a checkpoint has twice must be the same twice: only the original is read."""
+    return [
+        f"{name}: differs from {first}, which it repeats and which is read in its place; delete {name}, or "
+        f"set {NEXT_TOKEN_LAYERS} to 0 and delete the layer's tensors"
+        for name, first in repeated.items()
+        if name in tensors and not _same_bytes(tensors[name], tensors[first])
+    ]
+
+
 def _untied(embedding: StoredTensor, head: StoredTensor) -> list[str]:
     """tie_word_embeddings says that head and embedding are one; a file that holds both must agree."""
-    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
-        rows = max(1, _COMPARED * embedding.shape[0] // max(embedding.nbytes, 1))
-        same = all(
-            np.array_equal(
-                read_rows(embedding, start, min(start + rows, embedding.shape[0])).view(np.uint8),
-                read_rows(head, start, min(start + rows, head.shape[0])).view(np.uint8),
-            )
-            for start in range(0, embedding.shape[0], rows)
-        )
-        if same:
-            return []
+    if _same_bytes(embedding, head):
+        return []
     return [
         f"{HEAD}: differs from {EMBEDDING} though config.json has tie_word_embeddings true; set it to false"
     ]
+
+
+def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether shape, dtype and every byte agree; reads a part at a time."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    rows = max(1, _COMPARED * first.shape[0] // max(first.nbytes, 1))
+    return all(
+        np.array_equal(
+            read_rows(first, start, min(start + rows, first.shape[0])).view(np.uint8),
+            read_rows(second, start, min(start + rows, first.shape[0])).view(np.uint8),
+        )
+        for start in range(0, first.shape[0], rows)
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jaxtrain.huggingface.checkpoint import open_checkpoint
+from jaxtrain.huggingface.checkpoint import open_checkpoint, read_model_config
 from jaxtrain.huggingface.errors import HuggingFaceError
 from tests.jaxtrain.huggingface.directories import FP8, GLM, LLAMA, quantized, random_tensors, write
 
@@ -112,6 +112,38 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path: Path) -> None
     assert one(
         problems(write(tmp_path / "other", LLAMA, tensors | {"lm_head.weight": head})), "tie_word_embeddings"
     )
+
+
+def test_published_checkpoints_repeat_embedding_and_head_in_the_mtp_layer(tmp_path: Path) -> None:
+    """GLM-4.5 and GLM-4.5-Air as published: `embed_tokens` and `shared_head.head` beside the originals."""
+    config = GLM | {"num_nextn_predict_layers": 1}
+    tensors = random_tensors(config, torch.bfloat16)
+    prefix = f"model.layers.{GLM['num_hidden_layers']}"
+    copies = {
+        f"{prefix}.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{prefix}.shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    opened = open_checkpoint(write(tmp_path / "same", config, tensors | copies, shards=3))
+    assert {source.name for source in opened.sources} == tensors.keys()
+    copies[f"{prefix}.shared_head.head.weight"][3, 5] += 1
+    found = problems(write(tmp_path / "other", config, tensors | copies))
+    assert one(found, f"{prefix}.shared_head.head.weight: differs from lm_head.weight")
+    assert len(found) == 1
+
+
+def test_mtp_layers_that_only_config_json_has_are_not_read(tmp_path: Path) -> None:
+    """transformers 5 saves `num_nextn_predict_layers` as it was and none of the layers' tensors."""
+    config = GLM | {"num_nextn_predict_layers": 1}
+    tensors = random_tensors(GLM | {"num_nextn_predict_layers": 0}, torch.bfloat16)
+    directory = write(tmp_path / "model", config, tensors)
+    opened = open_checkpoint(directory)
+    assert opened.hf_config == config | {"num_nextn_predict_layers": 0}
+    assert read_model_config(directory) == opened.hf_config
+    assert {source.name for source in opened.sources} == tensors.keys()
+    whole = random_tensors(config, torch.bfloat16)
+    gone = f"model.layers.{GLM['num_hidden_layers']}.enorm.weight"
+    del whole[gone]
+    assert one(problems(write(tmp_path / "part", config, whole)), f"{gone}: missing")
 
 
 def test_no_directory_of_a_model(tmp_path: Path) -> None:
