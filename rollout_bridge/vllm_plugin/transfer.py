@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
-from rollout_bridge.vllm_plugin.units import untouched_units, whole_units
+from rollout_bridge.vllm_plugin.units import held_here, untouched_units, whole_units
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,15 @@ class StageRequest:
 class Staging:
     """One version being staged on a thread of its own, or the outcome."""
 
-    def __init__(self, request: StageRequest, model: torch.nn.Module, *, rank: int, native_fp8: bool) -> None:
+    def __init__(
+        self,
+        request: StageRequest,
+        model: torch.nn.Module,
+        *,
+        rank: int,
+        native_fp8: bool,
+        local: Mapping[str, Callable[[int], int]],
+    ) -> None:
         self.request = request
         self.weights: list[tuple[str, torch.Tensor]] = []
         self.error: str | None = None
@@ -76,6 +84,7 @@ class Staging:
         self._model = model
         self._rank = rank
         self._native_fp8 = native_fp8
+        self._local = local
         self._thread = threading.Thread(target=self._run, name=f"stage-v{request.version}", daemon=True)
         self._thread.start()
 
@@ -85,7 +94,7 @@ class Staging:
             tensors = MirrorTensors(self.request.mirror, version=self.request.version)
             packed = getattr(self._model, "packed_modules_mapping", {})
             changed = tensors.names if self.request.changed is None else self.request.changed
-            names = whole_units(changed, tensors.names, packed)
+            names = held_here(whole_units(changed, tensors.names, packed), local_experts(self._model), packed)
             self.weights = list(tensors.load(names, native_fp8=self._native_fp8))
         except Exception as error:  # reported to the agent by `status`, which raises it there
             logger.exception("staging version %d from %s failed", self.request.version, self.request.mirror)
@@ -113,6 +122,16 @@ class Staging:
             "seconds": self.seconds,
             "error": self.error,
         }
+
+
+def local_experts(model: torch.nn.Module) -> dict[str, Callable[[int], int]]:
+    """For `held_here`: of each module of routed experts."""
+    found: dict[str, Callable[[int], int]] = {}
+    for name, module in model.named_modules():
+        local = getattr(module, "_map_global_expert_id_to_local_expert_id", None)
+        if local is not None:
+            found[name.removesuffix(".routed_experts")] = local
+    return found
 
 
 @contextmanager
@@ -181,6 +200,8 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             self._default_model,
             rank=self.global_rank,
             native_fp8=self.vllm_config.quant_config is not None,
+            # Balancing replicates experts and moves them: all are loaded everywhere then.
+            local={} if self.parallel_config.enable_eplb else local_experts(self._default_model),
         )
 
     def stage_status(self) -> dict[str, Any]:

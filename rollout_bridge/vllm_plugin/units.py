@@ -8,7 +8,7 @@ all routed experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def unit_of(name: str, packed: Mapping[str, Sequence[str]]) -> str:
@@ -46,6 +46,23 @@ def whole_units(
             raise KeyError(f"tensor {name!r} changed but the mirror's index does not have it")
         touched.add(unit_of(name, packed))
     return tuple(name for unit, members in units.items() if unit in touched for name in members)
+
+
+def held_here(
+    names: Iterable[str],
+    local_expert: Mapping[str, Callable[[int], int]],
+    packed: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """`names` without the experts that another expert-parallel rank holds.
+
+    local_expert: by unit of routed experts, an expert's number on this rank, -1 if it is not here.
+    """
+    kept = []
+    for name in names:
+        local = local_expert.get(unit_of(name, packed)) if ".experts." in name else None
+        if local is None or local(int(name.partition(".experts.")[2].partition(".")[0])) >= 0:
+            kept.append(name)
+    return kept
 
 
 def untouched_units(

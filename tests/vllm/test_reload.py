@@ -94,7 +94,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     model = Model(tensors)
     record_metadata_for_reloading(model)
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=1, world_size=4, rank=1),
+        parallel_config=SimpleNamespace(data_parallel_index=1, world_size=4, rank=1, enable_eplb=False),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(num_hidden_layers=2), dtype=torch.bfloat16
         ),

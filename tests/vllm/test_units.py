@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_bridge.vllm_plugin.units import unit_of, whole_units
+from rollout_bridge.vllm_plugin.units import held_here, unit_of, untouched_units, whole_units
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 LAYER = "model.layers.1"
@@ -61,3 +61,28 @@ def test_layers_do_not_mix() -> None:
 def test_a_tensor_the_mirror_lacks_is_named() -> None:
     with pytest.raises(KeyError, match="nonsense"):
         whole_units(["model.nonsense.weight"], NAMES, PACKED)
+
+
+def test_a_rank_takes_its_own_experts_and_everything_else() -> None:
+    here = {f"{LAYER}.mlp.experts": {0: -1, 1: 0, 2: -1}.__getitem__}
+    kept = held_here(NAMES, here, PACKED)
+    assert [name for name in NAMES if name not in kept] == [
+        f"{LAYER}.mlp.experts.{e}.{p}_proj.weight" for e in (0, 2) for p in ("gate", "up", "down")
+    ]
+    assert held_here(NAMES, {}, PACKED) == list(NAMES)
+
+
+def test_modules_that_the_model_took_nothing_of_are_named_but_for_those_of_the_mtp_layers() -> None:
+    """`loaded` is what vLLM 0.32's Glm4Moe returns: merged modules, and experts below a child of theirs."""
+    loaded = {
+        "model.embed_tokens.weight",
+        f"{LAYER}.self_attn.qkv_proj.weight",
+        f"{LAYER}.mlp.experts.routed_experts.w13_weight",
+        f"{LAYER}.mlp.shared_experts.down_proj.weight",
+    }
+    staged = [name for name in NAMES if "norm" not in name and "gate.w" not in name and "o_proj" not in name]
+    assert untouched_units(staged, loaded, PACKED, layers=11) == [
+        f"{LAYER}.mlp.gate",
+        f"{LAYER}.mlp.shared_experts.gate_up_proj",
+    ]
+    assert "model.layers.11.self_attn.qkv_proj" in untouched_units(staged, loaded, PACKED, layers=12)
