@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import NonNegativeInt, Section, rejection, required, section, setting
+from jaxtrain.config.division import known_sizes, undivided
 from jaxtrain.config.fleet import (
     EnvironmentSection,
     ProcessSection,
@@ -31,6 +32,7 @@ from jaxtrain.config.optimization import (
     FailureSection,
     OptimizerSection,
     RlPhase,
+    Stage,
     SupervisedPhase,
 )
 
@@ -57,6 +59,18 @@ class ExperimentConfig(Section):
         """runs/<name>, absolute."""
         return Path(self.runs_dir).absolute() / self.name
 
+    @property
+    def microbatches(self) -> dict[str, BatchSection | Stage]:
+        """Every shape of a microbatch that the recipe trains on, by the field that gives it."""
+        return {"batch": self.batch}
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        """Of sizes that are given; one of -1 is known when there are devices: `training.context`."""
+        for field, problem in undivided(self.model, self.microbatches, known_sizes(self.mesh)):
+            raise rejection(field, problem)
+        return self
+
     @model_validator(mode="after")
     def _row_fits(self) -> Self:
         path = self.tokenizer.path
@@ -80,6 +94,11 @@ class ExperimentConfig(Section):
                 "weights and bounds the logits itself; set it to null",
             )
         return self
+
+
+def staged(section: str, phase: SupervisedPhase) -> dict[str, BatchSection | Stage]:
+    """The stages of a phase by field."""
+    return {f"{section}.stages.{index}": stage for index, stage in enumerate(phase.stages)}
 
 
 def check_stages(section: str, phase: SupervisedPhase, model: ModelSection) -> None:
@@ -106,6 +125,11 @@ class SftConfig(ExperimentConfig):
     recipe: Literal["sft"] = required("which algorithm")
     sft: SupervisedPhase = required("the supervised phase")
 
+    @property
+    def microbatches(self) -> dict[str, BatchSection | Stage]:
+        """Those of the stages; the batch section's if there are none."""
+        return staged("sft", self.sft) or {"batch": self.batch}
+
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         check_stages("sft", self.sft, self.model)
@@ -126,6 +150,11 @@ class AsyncGrpoConfig(ExperimentConfig):
     weights: WeightSection = section(WeightSection, "how versions travel")
     evaluation: EvaluationSection = section(EvaluationSection, "reward before and after")
     processes: ProcessSection = section(ProcessSection, "composition on one machine")
+
+    @property
+    def microbatches(self) -> dict[str, BatchSection | Stage]:
+        """Those of RL and of the warm start's stages."""
+        return {"batch": self.batch} | staged("warm_start", self.warm_start)
 
     @property
     def store_url(self) -> str:

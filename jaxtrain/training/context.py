@@ -16,6 +16,7 @@ from typing import Any
 import optax
 from transformers import AutoTokenizer
 
+from jaxtrain.config.division import undivided
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.model import MeshSection
 from jaxtrain.config.optimization import OptimizerSection
@@ -152,6 +153,8 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     """Opens everything; what cannot work fails here, before the first step."""
     processes.initialize()
     mesh = mesh_spec(config.mesh).build()
+    if problems := undivided(config.model, config.microbatches, mesh.shape):
+        raise ConfigError([f"{field}: {problem}" for field, problem in problems])
     environment = environments.create(config.environment.name, config.environment.arguments(seed=config.seed))
     start = open_model(Path(config.model.checkpoint)) if config.model.checkpoint is not None else None
     tokenizer_dir = ensure_tokenizer(config, environment, run_dir)

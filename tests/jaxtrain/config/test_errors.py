@@ -172,3 +172,26 @@ def test_checking_a_config_imports_no_accelerator_library(rl_yaml: Path) -> None
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("mesh.ici={data: 2, fsdp: 4}", "batch.rows: 4 is not a multiple of 8, the mesh's data 2 * fsdp 4"),
+        ("mesh={ici: {expert: 4}, dcn: {data: 2}}", "batch.rows: 4 is not a multiple of 8"),
+        ("mesh.ici.context=96", "batch.sequence_length: 128 is not a multiple of 192: each of the mesh's 96"),
+        ("mesh={ici: {expert: 3}}", "mesh.ici.expert: 3 groups do not divide model.n_routed_experts 8"),
+        ("mesh.ici.tensor=3", "mesh.ici.tensor: 3 parts do not divide model.num_key_value_heads"),
+        (
+            "warm_start.stages=[{tokens: 0, rows: 4, sequence_length: 128}, "
+            "{tokens: 9, rows: 6, sequence_length: 64}]",
+            "warm_start.stages.1.rows: 6 is not a multiple of 4",
+        ),
+    ],
+)
+def test_what_does_not_divide_among_the_devices(rl_yaml: Path, override: str, problem: str) -> None:
+    """A batch that the devices cannot share evenly was once found by the first step's compiler."""
+    overrides = [override, *(["mesh.ici.fsdp=4"] if override.startswith("warm") else [])]
+    if "expert: 3" in override:
+        overrides.append("batch.rows=3")
+    assert problem in problems_of(rl_yaml, *overrides)[0]
