@@ -1,13 +1,15 @@
 """From a published version to tokens made by it, on a real vLLM server that keeps generating.
 
     python benchmarks/smollm2.py /tmp/smollm2_hf
-    python benchmarks/weight_sync.py [--models tiny_glm_moe smollm2] [--rounds 5] [--smollm2 /tmp/smollm2_hf]
+    python benchmarks/weight_sync.py [--models tiny_glm_moe smollm2 wide_glm_moe] [--rounds 3] > results.jsonl
+    python benchmarks/weight_sync_model.py results.jsonl
 
 For each model: a publisher, a store on this disk, a mirror and a vLLM server (no accelerator needed), with
 `--requests` running requests. Every round the weights move by Gaussian noise of RMS `--update-rms` (what Muon
 does at 5 times that learning rate), are published, fetched, staged and loaded, in turns with keep_kv and
 recompute_kv; then the server reloads the same version by itself (`reload_weights`, from files in the page
-cache). One JSON object a model and line:
+cache). The server has half of the cores and this process the other half, as if it were another host's: vLLM's
+threads spin. One JSON object a model and line:
 
     pause_ms_p50, pause_ms_p95   no token can be made, as the agent sees it, both KV policies
     load_and_pack_ms    of the pause, median: loading and packing decoded tensors, measured in the worker
@@ -22,7 +24,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import socket
@@ -32,7 +36,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import jax
@@ -81,6 +85,14 @@ TINY_GLM_MOE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
+# Many small tensors: what one costs, whatever its size.
+WIDE_GLM_MOE = TINY_GLM_MOE | {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 64,
+    "num_attention_heads": 4,
+}
 PROMPT_TOKENS, COMPLETION_TOKENS = 100, 200
 BEFORE_SECONDS, AFTER_SECONDS, RATE_SECONDS = 1.5, 2.0, 0.4
 
@@ -89,7 +101,8 @@ Params = dict[str, jax.Array]
 
 def load_model(name: str, smollm2: Path) -> tuple[RunInfo, Params]:
     """A run and its float32 parameters: random ones, or SmolLM2-135M's."""
-    config = TINY_GLM_MOE if name == "tiny_glm_moe" else json.loads((smollm2 / "config.json").read_text())
+    random_ones = {"tiny_glm_moe": TINY_GLM_MOE, "wide_glm_moe": WIDE_GLM_MOE}
+    config = random_ones.get(name) or json.loads((smollm2 / "config.json").read_text())
     shapes = {source.name: source.shape for source in names.tensors(config)}
     run = RunInfo.new(config, plan_for(shapes, architecture=config["model_type"], serving=None))
     if name == "smollm2":
@@ -107,46 +120,52 @@ def load_model(name: str, smollm2: Path) -> tuple[RunInfo, Params]:
     return run, params
 
 
-@dataclass
-class Load:
-    """Requests that never stop, and when each token came."""
+def generate_load(url: str, requests: int, vocabulary: int, record: Path) -> None:
+    """A process of its own: requests that never stop. Writes down when tokens came, and how many."""
 
-    url: str
-    requests: int
-    vocabulary: int
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    stop: bool = False
-
-    async def ask(self, session: aiohttp.ClientSession, client: int) -> None:
-        turn = 0
-        while not self.stop:
-            turn += 1
+    async def ask(session: aiohttp.ClientSession, client: int, arrivals: TextIO) -> None:
+        for turn in itertools.count():
             request = Request(
                 request_id=f"{client}-{turn}",
-                prompt_ids=[(client + 7 * turn + n) % self.vocabulary for n in range(PROMPT_TOKENS)],
+                prompt_ids=[(client + 7 * turn + n) % vocabulary for n in range(PROMPT_TOKENS)],
                 max_tokens=COMPLETION_TOKENS - 10 * (client % 8),
                 temperature=1.0,
                 seed=turn,
                 stop_ids=(),
             )
             body = generate_payload(request, cache_salt=None) | {"stream": True}
-            async with session.post(f"{self.url}/inference/v1/generate", json=body) as response:
+            async with session.post(f"{url}/inference/v1/generate", json=body) as response:
                 response.raise_for_status()
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         made = json.loads(line[6:])["choices"][0].get("token_ids") or ()
-                        self.arrivals.append((time.perf_counter(), len(made)))
+                        arrivals.write(f"{time.monotonic()} {len(made)}\n")
 
-    def rate(self, start: float, stop: float) -> float:
-        return sum(n for when, n in self.arrivals if start <= when < stop) / (stop - start)
+    async def main() -> None:
+        with record.open("w", buffering=1) as arrivals:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as session:
+                await asyncio.gather(*(ask(session, client, arrivals) for client in range(requests)))
 
-    def stall_ms(self, began: float, before: float) -> float:
-        """From `began` to the first window with 90% of the rate `before`; the whole record if none has."""
-        last = self.arrivals[-1][0]
-        for when, _ in self.arrivals:
-            if began <= when <= last - RATE_SECONDS and self.rate(when, when + RATE_SECONDS) >= 0.9 * before:
-                return 1e3 * (when - began)
-        return 1e3 * (last - began)
+    asyncio.run(main())
+
+
+def stall_ms(record: Path, *, quiet: float, began: float) -> float:
+    """From `began` until tokens come at 90% of the rate in the seconds up to `quiet` (both time.monotonic).
+
+    The first window of `RATE_SECONDS` counts that has the rate; the whole record if none has.
+    """
+    lines = [line.split() for line in record.read_text().splitlines()[:-1]]
+    arrivals = [(float(when), int(tokens)) for when, tokens in lines]
+
+    def rate(start: float, stop: float) -> float:
+        return sum(n for when, n in arrivals if start <= when < stop) / (stop - start)
+
+    before = rate(quiet - BEFORE_SECONDS, quiet)
+    last = arrivals[-1][0]
+    for when, _ in arrivals:
+        if began <= when <= last - RATE_SECONDS and rate(when, when + RATE_SECONDS) >= 0.9 * before:
+            return 1e3 * (when - began)
+    return 1e3 * (last - began)
 
 
 @dataclass
@@ -186,42 +205,40 @@ class Measured:
     full_bytes: int = 0
 
 
-async def update_round(engine: VllmEngine, chain: Chain, load: Load, measured: Measured) -> None:
+async def update_round(engine: VllmEngine, chain: Chain, record: Path, measured: Measured) -> None:
     await asyncio.to_thread(chain.step)
     await asyncio.sleep(BEFORE_SECONDS)
-    began = time.perf_counter()
-    before = load.rate(began - BEFORE_SECONDS, began)
+    began = time.monotonic()
     manifest = await asyncio.to_thread(chain.publish)
-    published = time.perf_counter()
+    published = time.monotonic()
     update = await asyncio.to_thread(chain.subscriber.advance)
-    fetched = time.perf_counter()
+    fetched = time.monotonic()
     assert update is not None and update.verified == len(chain.publisher.run.tensors)
     report = await engine.update(update)
-    ended = time.perf_counter()
+    ended = time.monotonic()
     await asyncio.sleep(AFTER_SECONDS)
     measured.reports.append(report)
     measured.publish.append(1e3 * (published - began))
     measured.fetch.append(1e3 * (fetched - published))
     measured.total.append(1e3 * (ended - began))
-    stall = load.stall_ms(ended - report.pause_ms / 1e3, before)
+    stall = stall_ms(record, quiet=began, began=ended - report.pause_ms / 1e3)
     measured.stall.setdefault(engine.kv_policy.value, []).append(stall)
     measured.delta_bytes.append(manifest.stats.delta_bytes)
     measured.full_bytes = manifest.stats.full_bytes_bf16
 
 
-async def reload_round(engine: VllmEngine, chain: Chain, load: Load, measured: Measured, to: Path) -> None:
+async def reload_round(engine: VllmEngine, chain: Chain, record: Path, measured: Measured, to: Path) -> None:
     """The engine's own reload of what it serves: every tensor, from files just written."""
     directory = await asyncio.to_thread(chain.subscriber.mirror.materialize, to, "bf16")
     await asyncio.sleep(BEFORE_SECONDS)
-    began = time.perf_counter()
-    before = load.rate(began - BEFORE_SECONDS, began)
+    began = time.monotonic()
     await engine._call("POST", "/pause?mode=keep&clear_cache=true")
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
     await engine._call("POST", "/collective_rpc", body)
     await engine._call("POST", "/resume")
-    measured.reload.append(1e3 * (time.perf_counter() - began))
+    measured.reload.append(1e3 * (time.monotonic() - began))
     await asyncio.sleep(AFTER_SECONDS)
-    measured.stall.setdefault("full_reload", []).append(load.stall_ms(began, before))
+    measured.stall.setdefault("full_reload", []).append(stall_ms(record, quiet=began, began=began))
 
 
 async def measure(name: str, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -239,35 +256,46 @@ async def measure(name: str, arguments: argparse.Namespace, directory: Path) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = VllmServerSettings(port=port, kv_cache_gib=1.0, max_model_len=1024, startup_timeout=900.0)
+    settings = VllmServerSettings(
+        port=port,
+        kv_cache_gib=1.0,
+        max_model_len=1024,
+        startup_timeout=900.0,
+        cpu_threads=",".join(map(str, arguments.server_cores)),
+    )
     server = VllmServer(settings, directory / "vllm.log")
     began = time.perf_counter()
     await server.start(mirror.materialize(directory / "engine", "bf16"), chain.version)
     start_ms = 1e3 * (time.perf_counter() - began)
     print(f"{name}: the server is up after {start_ms / 1e3:.0f} s", file=sys.stderr)
     engine = VllmEngine(server.url)
-    load = Load(server.url, arguments.requests, run.hf_config["vocab_size"])
-    measured = Measured()
+    record = directory / "arrivals"
+    asked = (server.url, arguments.requests, run.hf_config["vocab_size"], record)
+    load = multiprocessing.get_context("spawn").Process(target=generate_load, args=asked, daemon=True)
+    measured, cores = Measured(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(cores) - set(arguments.server_cores) or cores)
     try:
-        async with aiohttp.ClientSession() as session:
-            clients = [asyncio.create_task(load.ask(session, number)) for number in range(load.requests)]
-            await asyncio.sleep(3.0)
-            for _ in range(arguments.rounds):
-                for policy in KvPolicy:
-                    engine.kv_policy = policy
-                    await update_round(engine, chain, load, measured)
-                await reload_round(engine, chain, load, measured, directory / "engine")
-            load.stop = True
-            await asyncio.gather(*clients)
+        load.start()
+        while not record.exists() or record.stat().st_size < 4096:
+            await asyncio.sleep(0.1)
+        for _ in range(arguments.rounds):
+            for policy in KvPolicy:
+                engine.kv_policy = policy
+                await update_round(engine, chain, record, measured)
+            await reload_round(engine, chain, record, measured, directory / "engine")
     finally:
+        load.kill()
         await engine.close()
+        os.sched_setaffinity(0, cores)
         await server.stop()
         publisher.close()
         mirror.close()
-    return row(name, run, measured, start_ms)
+    return row(name, arguments, run, measured, start_ms)
 
 
-def row(name: str, run: RunInfo, measured: Measured, start_ms: float) -> dict[str, Any]:
+def row(
+    name: str, arguments: argparse.Namespace, run: RunInfo, measured: Measured, start_ms: float
+) -> dict[str, Any]:
     pauses = [report.pause_ms for report in measured.reports]
     loads = [report.load_ms for report in measured.reports]
     staging = [report.total_ms - report.pause_ms for report in measured.reports]
@@ -300,6 +328,7 @@ def row(name: str, run: RunInfo, measured: Measured, start_ms: float) -> dict[st
             "pause_over_full_reload": statistics.median(pauses) / reload_ms,
             "canonical_bytes": sum(spec.nbytes for spec in run.tensors.values()),
             "tensors": measured.reports[-1].tensors,
+            "server_cores": len(arguments.server_cores),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load_average": os.getloadavg()[0],
         },
@@ -310,13 +339,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    models = ["tiny_glm_moe", "smollm2"]
+    models = ["tiny_glm_moe", "smollm2", "wide_glm_moe"]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--smollm2", type=Path, default=Path("/tmp/smollm2_hf"))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--update-rms", type=float, default=1e-5)
     arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    arguments.server_cores = cores[: max(1, len(cores) // 2)]
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as directory:
             print(json.dumps(asyncio.run(measure(name, arguments, Path(directory)))), flush=True)
