@@ -1,0 +1,109 @@
+"""What becomes of running requests, and of cached prefixes, when weights change: every mode on a real server.
+
+keep_kv's prefixes and requests in flight are in test_vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from rollout_bridge.engines.protocol import (
+    Completion,
+    FinishReason,
+    KvPolicy,
+    Request,
+    UpdateMode,
+    VersionSpan,
+)
+from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.engines.vllm_protocol import cached_prompt_tokens, generate_payload
+from tests.vllm import tiny_model
+from tests.vllm.conftest import Deployment
+
+pytestmark = pytest.mark.vllm
+
+LONG = Request(
+    request_id="long", prompt_ids=tuple(range(40, 72)), max_tokens=1000, temperature=1.0, seed=1, stop_ids=()
+)
+
+
+async def running(engine: VllmEngine, asked: asyncio.Task[list[Completion]]) -> None:
+    """Returns when a request of `asked` is running."""
+    while (await engine._metrics()).get("vllm:num_requests_running", 0.0) < 1:
+        assert not asked.done(), asked.result()
+        await asyncio.sleep(0.05)
+
+
+def test_drained_requests_end_with_the_weights_they_began_with(deployment: Deployment) -> None:
+    old = deployment.version
+
+    async def run() -> None:
+        engine = deployment.client()
+        engine.update_mode = UpdateMode.DRAIN
+        asked = [replace(LONG, request_id=f"drain-{n}", seed=n) for n in range(3)]
+        update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 80))
+        before = asyncio.create_task(engine.generate(asked))
+        await running(engine, before)
+        await engine.update(update)
+        completions = await before
+        assert [completion.spans for completion in completions] == 3 * [(VersionSpan(old, 0, 1000),)]
+        assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
+        (after,) = await engine.generate([replace(LONG, max_tokens=8)])
+        assert after.spans == (VersionSpan(old + 1, 0, 8),)
+        await engine.close()
+
+    deployment.wait(run())
+
+
+def test_aborted_requests_come_back_with_what_they_have(deployment: Deployment) -> None:
+    old = deployment.version
+
+    async def run() -> None:
+        engine = deployment.client()
+        engine.update_mode = UpdateMode.ABORT
+        asked = [replace(LONG, request_id=f"abort-{n}", seed=n, max_tokens=4000) for n in range(3)]
+        update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 81))
+        before = asyncio.create_task(engine.generate(asked))
+        await running(engine, before)
+        await engine.update(update)
+        for completion in await before:
+            tokens = len(completion.token_ids)
+            assert completion.finish_reason is FinishReason.ABORT
+            assert tokens < 4000
+            assert completion.spans == ((VersionSpan(old, 0, tokens),) if tokens else ())
+        (after,) = await engine.generate([replace(LONG, max_tokens=8)])
+        assert after.spans == (VersionSpan(old + 1, 0, 8),)
+        await engine.close()
+
+    deployment.wait(run())
+
+
+def test_recompute_kv_leaves_no_prefix_of_an_older_policy(deployment: Deployment) -> None:
+    """The same prompt before and after an update: after it, the numbers of an empty cache, which it found."""
+    prompt = [(13 * n) % 500 for n in range(600)]
+
+    async def run() -> None:
+        engine = deployment.client(KvPolicy.RECOMPUTE)
+
+        async def raw(salt: str | None) -> tuple[list[float], int]:
+            request = replace(LONG, prompt_ids=prompt, max_tokens=2, temperature=0.0)
+            response = await engine._call(
+                "POST", "/inference/v1/generate", generate_payload(request, cache_salt=salt)
+            )
+            entries = response["choices"][0]["logprobs"]["content"]
+            return [entry["logprob"] for entry in entries], cached_prompt_tokens(response)
+
+        before, _ = await raw(None)
+        assert (await raw(None))[1] >= 512, "there should be a prefix to be met"
+        await deployment.publish(engine, tiny_model.random_tensors(deployment.run, 82))
+        after, cached = await raw(None)
+        fresh, _ = await raw("a salt nobody used")
+        assert cached == 0
+        assert after == pytest.approx(fresh, abs=1e-6)
+        assert after != pytest.approx(before, abs=1e-3)
+        await engine.close()
+
+    deployment.wait(run())
