@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,14 +116,15 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 
 def _memory(definition: Definition, section: OptimizerSection, sizes: dict[str, int]) -> dict[str, int]:
     """Bytes of one device, each part laid out as training lays it out."""
-    from jaxtrain.models.inspection import abstract_mesh, bytes_on_device
+    from jaxtrain.models.inspection import bytes_on_device
     from jaxtrain.models.sharding_rules import parameter_shardings
     from jaxtrain.optim.optimizer import build
     from jaxtrain.training.context import optimizer_config
     from jaxtrain.training.trainer import abstract_state, sharded_shapes
+    from sharding.mesh import MeshSpec
     from sharding.tree import shardings_like
 
-    mesh = abstract_mesh(sizes)
+    mesh = MeshSpec(ici=sizes).abstract(math.prod(sizes.values()))
     settings = optimizer_config(section, head_dim=definition.config.head_dim)
     optimizer = build(settings, sharded_shapes(definition, mesh))
     state, where = abstract_state(definition, optimizer), parameter_shardings(definition, mesh)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from jaxtrain.models.definition import Definition
 from jaxtrain.models.flops import inference_flops, parts, training_flops
@@ -37,11 +35,6 @@ def describe(definition: Definition, *, sequence_length: int) -> dict[str, Any]:
             "inference": inference_flops(definition).at_length(sequence_length),
         },
     }
-
-
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh without devices, enough to say what would lie on each."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def bytes_on_device(tree: Any, shardings: Any) -> int:

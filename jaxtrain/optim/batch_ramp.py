@@ -18,14 +18,12 @@ class BatchRamp:
       ramp_tokens: tokens seen when the ramp is over; 0 for a constant batch of end_tokens.
       microbatch_tokens: tokens of one microbatch over the whole mesh; batches are rounded to whole ones,
         halves up.
-      increments: None for a straight line, or the number of equal steps up it is approximated by, from below.
     """
 
     start_tokens: int
     end_tokens: int
     ramp_tokens: int
     microbatch_tokens: int
-    increments: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("start_tokens", "end_tokens", "microbatch_tokens"):
@@ -33,10 +31,6 @@ class BatchRamp:
                 raise ValueError(f"batch_ramp.{name}: found {getattr(self, name)}, expected at least 1 token")
         if self.ramp_tokens < 0:
             raise ValueError(f"batch_ramp.ramp_tokens: found {self.ramp_tokens}, expected 0 or more")
-        if self.increments is not None and self.increments < 1:
-            raise ValueError(
-                f"batch_ramp.increments: found {self.increments}, expected at least 1, or null for a line"
-            )
 
     def microbatches(self, tokens_seen: int) -> int:
         """Returns the number of microbatches, at least 1, of the step that follows `tokens_seen` tokens."""
@@ -44,8 +38,6 @@ class BatchRamp:
             raise ValueError(f"batch_ramp: found {tokens_seen} tokens seen, expected 0 or more")
         # Batch = start + (end - start) * part / whole, in exact integers.
         part, whole = (tokens_seen, self.ramp_tokens) if tokens_seen < self.ramp_tokens else (1, 1)
-        if self.increments is not None and part < whole:
-            part, whole = part * self.increments // whole, self.increments
         tokens_times_whole = self.start_tokens * whole + (self.end_tokens - self.start_tokens) * part
         unit = self.microbatch_tokens * whole
         return max(1, (2 * tokens_times_whole + unit) // (2 * unit))

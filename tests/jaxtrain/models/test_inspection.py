@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import PUBLISHED_VOCABULARIES
 from jaxtrain.models.definition import define
-from jaxtrain.models.inspection import abstract_mesh, bytes_on_device, describe
+from jaxtrain.models.inspection import bytes_on_device, describe
+from sharding.mesh import MeshSpec
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_published_parameter_counts(preset: str, counts: dict[str, float]):
 
 def test_bytes_are_of_one_shard():
     """[8, 6] float32 over 4 x 2 devices is [2, 3]: 24 bytes; a replicated int8 [5] is 5."""
-    mesh = abstract_mesh({"fsdp": 4, "tensor": 2})
+    mesh = MeshSpec(ici={"fsdp": 4, "tensor": 2}).abstract(8)
     tree = {"a": jax.ShapeDtypeStruct((8, 6), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.int8)}
     where = {
         "a": NamedSharding(mesh, PartitionSpec("fsdp", "tensor")),

@@ -34,12 +34,6 @@ def test_rounding_changes_half_a_microbatch_past_a_whole_one():
     assert [GLM45.microbatches(tokens) for tokens in (half, half + 1)] == [16, 17]
 
 
-def test_stepped_form_climbs_equal_steps_at_their_boundaries():
-    ramp = BatchRamp(start_tokens=16, end_tokens=64, ramp_tokens=400, microbatch_tokens=1, increments=4)
-    tokens = (0, 99, 100, 101, 199, 200, 299, 300, 399, 400, 401)
-    assert [ramp.microbatches(t) for t in tokens] == [16, 16, 28, 28, 28, 40, 40, 52, 52, 64, 64]
-
-
 def test_constant_and_falling_batches():
     constant = BatchRamp(start_tokens=4, end_tokens=8, ramp_tokens=0, microbatch_tokens=4)
     assert [constant.microbatches(t) for t in (0, 1)] == [2, 2]
@@ -85,7 +79,7 @@ def test_a_resumed_run_takes_the_batches_of_an_uninterrupted_one():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("start_tokens", 0), ("microbatch_tokens", 0), ("ramp_tokens", -1), ("increments", 0)],
+    [("start_tokens", 0), ("microbatch_tokens", 0), ("ramp_tokens", -1)],
 )
 def test_wrong_settings_name_the_field(field, value):
     settings = dict(start_tokens=4, end_tokens=8, ramp_tokens=10, microbatch_tokens=4)
