@@ -33,6 +33,10 @@ class Batch:
     versions: np.ndarray | jax.Array
     routed_experts: np.ndarray | jax.Array | None = None
 
+    def valid_tokens(self) -> int:
+        """Tokens of documents, loss or not, padding left out; an exact count at any size."""
+        return int(np.count_nonzero(self.segment_ids))
+
     def microbatches(self) -> Iterator[Batch]:
         """Each microbatch alone, arrays [row, sequence]."""
         for index in range(self.tokens.shape[0]):

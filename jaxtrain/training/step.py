@@ -50,8 +50,9 @@ LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What `accumulate` adds up over a batch; float32. `tokens` counts valid tokens, loss or not.
+    """What `accumulate` adds up over a batch; float32.
 
+    tokens: valid tokens, loss or not: a denominator, inexact above 2**24. `Batch.valid_tokens` is exact.
     noise: None unless the gradient noise scale is measured, and then costs nothing. max_logits: the largest
     of each head of each layer, not a sum; None, and without cost, unless the model measures them.
     """
@@ -116,7 +117,6 @@ class StepMetrics:
     gradient_norm: jax.Array
     update_rms: jax.Array
     weight: jax.Array
-    tokens: jax.Array
     load_violation: jax.Array
     load_violations: jax.Array
     finite: jax.Array
@@ -221,7 +221,6 @@ def apply(
         gradient_norm=norm,
         update_rms=jnp.where(finite, optax.tree.norm(steps) / size**0.5, 0.0),
         weight=sums.weight,
-        tokens=sums.tokens,
         load_violation=jnp.max(load, initial=1.0) - 1.0,
         load_violations=jnp.max(load, axis=-1, initial=1.0) - 1.0,
         finite=finite,

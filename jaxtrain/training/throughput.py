@@ -1,6 +1,7 @@
 """Tokens a second and MFU of a step, from what its batch holds and not from what its shape could hold.
 
-MFU (PaLM, arXiv 2204.02311, appendix B) is model FLOPs a second over the devices' peak. The peak is the
+MFU (PaLM, arXiv 2204.02311, appendix B) is model FLOPs a second over the devices' peak. The head is counted
+for every valid token, also where no loss is taken and the token is not projected. The peak is the
 published dense BF16 rate, also of a run that computes in float32. Devices without a published rate, CPUs
 among them, have no MFU: the metric is then absent.
 """
@@ -13,36 +14,44 @@ import numpy as np
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.flops import Flops
 
-# Dense BF16 operations a second of one jax device, by the start of its device_kind; vendors' data sheets.
+# Dense BF16 operations a second of one jax device, by the first words of its device_kind; vendors' data sheets.
 PEAKS = {
     "TPU v3": 61.5e12,  # a device is one of a chip's two cores
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "TPU7x": 1153.5e12,  # a device is one of a chip's two chiplets
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA GB200": 2500e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
     "AMD Instinct MI300X": 1307e12,
 }
 
 
 def peak(device: jax.Device) -> float | None:
-    """Peak operations a second, by the longest name that fits; None where none is published."""
-    fitting = [name for name in PEAKS if device.device_kind.startswith(name)]
+    """Peak operations a second, by the longest name whose words begin the device's; None where none is
+    published.
+    """
+    kind = device.device_kind
+    fitting = [name for name in PEAKS if kind.startswith(name) and not kind[len(name) :][:1].isalnum()]
     return PEAKS[max(fitting, key=len)] if fitting else None
 
 
 def throughput(
     batch: Batch, flops: Flops, *, seconds: float, devices: int, device_peak: float | None
 ) -> dict[str, float]:
-    """Metrics of a step that took `seconds`: `tokens`, `tokens_per_s`, `model_tflops_per_s`, and `mfu` where
-    the peak is known.
+    """Metrics of a step that took `seconds`: `tokens_per_s`, `model_tflops_per_s`, and `mfu` where the peak
+    is known.
 
     Padding counts for nothing, and a query for the keys of its own document: a batch of short documents has
     fewer operations than one of long ones.
@@ -50,8 +59,8 @@ def throughput(
     batch: the whole batch of all devices. devices: how many trained on it.
     """
     valid = np.asarray(batch.segment_ids) > 0
-    tokens = int(np.count_nonzero(valid))
+    tokens = batch.valid_tokens()
     pairs = int(np.sum(np.asarray(batch.positions, np.int64)[valid] + 1))
     rate = flops.total(tokens=tokens, pairs=pairs) / seconds
-    found = {"tokens": tokens, "tokens_per_s": tokens / seconds, "model_tflops_per_s": rate * 1e-12}
+    found = {"tokens_per_s": tokens / seconds, "model_tflops_per_s": rate * 1e-12}
     return found if device_peak is None else found | {"mfu": rate / (device_peak * devices)}

@@ -61,6 +61,7 @@ class Placement:
 class StepReport:
     """One step as numbers on the host.
 
+    values: those of `host_values`.
     seconds: wall time, device work included. compilations: programs compiled in it, those of operations
     outside jit included; 0 from the second step of its programs on.
     """
@@ -221,9 +222,9 @@ def train_step(
     The scheduled values are those of the tokens seen before this step. Every process passes the same batch.
     """
     started, compiled = time.perf_counter(), compilations()
-    valid = max(int(np.count_nonzero(batch.segment_ids)), 1)
+    tokens = batch.valid_tokens()
     scales = LossScales(
-        balance=np.float32(balance_weight * float(np.sum(batch.loss_weights)) / valid),
+        balance=np.float32(balance_weight * float(np.sum(batch.loss_weights)) / max(tokens, 1)),
         mtp=np.float32(mtp_weight),
     )
     sums = programs.zero()
@@ -233,7 +234,7 @@ def train_step(
         learning_rate=np.float32(learning_rate), router_bias_rate=np.float32(router_bias_rate)
     )
     state, metrics = programs.apply(state, replace(sums, metrics={}, noise=None), inputs)
-    values, finite = _numbers(metrics, sums)
+    values, finite = host_values(metrics, sums, tokens=tokens)
     return state, StepReport(
         values=values,
         finite=finite,
@@ -242,15 +243,18 @@ def train_step(
     )
 
 
-def _numbers(metrics: StepMetrics, sums: Sums) -> tuple[dict[str, float], bool]:
-    """Numbers on the host, and whether they are finite; the loss's own sums become means over the weight."""
+def host_values(metrics: StepMetrics, sums: Sums, *, tokens: int) -> tuple[dict[str, float], bool]:
+    """Numbers on the host, and whether they are finite; the loss's own sums become means over the weight.
+
+    tokens: valid tokens of the batch, counted on the host, where no count is rounded.
+    """
     host, totals, noise = jax.device_get((metrics, sums.metrics, sums.noise))
     weight = max(float(host.weight), 1e-20)
     apart = ("finite", "load_violations")
     measured = {name: value for name, value in vars(host).items() if value is not None}
     values = {name: float(value) for name, value in measured.items() if name not in apart}
     values |= {f"load_violation/{layer}": float(x) for layer, x in enumerate(host.load_violations)}
-    values |= {name: float(total) / weight for name, total in totals.items()}
+    values |= {name: float(total) / weight for name, total in totals.items()} | {"tokens": tokens}
     if noise is not None:
         found = estimate(
             square_norms=float(noise.square_norms),
