@@ -36,7 +36,8 @@ def next_token(definition: Definition, params: Mapping[str, jax.Array], batch: B
 
 def policy(*, eps_low: float, eps_high: float) -> LossFunction:
     """The policy gradient with double-sided token masking. The loss is a mean over all trainable tokens,
-    masked ones included, so that masking does not raise the weight of the tokens left.
+    masked ones included, so that masking does not raise the weight of the tokens left. MTP layers are trained
+    beside it, on the policy's hidden states as given.
     """
 
     def loss(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
@@ -63,7 +64,8 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
             },
             router=router,
         )
-        # MTP layers learn to draft what the policy says, and leave the policy alone.
+        # MTP layers learn to draft what the policy says: no gradient of their loss reaches the policy. Theirs
+        # count in the global norm, though, so a step that is clipped moves the policy the less for them.
         fixed = {
             path: value if path.startswith("mtp/") else jax.lax.stop_gradient(value)
             for path, value in params.items()
