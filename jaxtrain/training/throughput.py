@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.flops import Flops
 
-# Dense BF16 operations a second of one jax device, by the first words of its device_kind; vendors' data sheets.
+# Dense BF16 operations a second of one jax device, by the first words of its device_kind; data sheets.
 PEAKS = {
     "TPU v3": 61.5e12,  # a device is one of a chip's two cores
     "TPU v4": 275e12,
