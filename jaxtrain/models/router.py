@@ -45,7 +45,12 @@ class Router(nnx.Module):
     def __call__(self, x_ND: jax.Array, replay_Nk: jax.Array | None = None) -> Routing:
         """replay_Nk: experts to keep where plausible, see `replay.choose`; None chooses freely."""
         config = self.config
-        logits_NE = x_ND.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
+        # By default TPUs round the factors of a float32 product to BF16, and GPUs to TF32.
+        logits_NE = jnp.matmul(
+            x_ND.astype(jnp.float32),
+            self.kernel[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
         match config.router_scoring:
             case Scoring.SIGMOID:
                 scores_NE = jax.nn.sigmoid(logits_NE)

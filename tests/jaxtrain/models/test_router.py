@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxtrain.models.balance import sequence_balance
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.router import Routing, correction_bias_update, expert_counts
+from jaxtrain.models.router import Router, Routing, correction_bias_update, expert_counts
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
 
 def test_bias_moves_against_the_load():
     counts = jnp.array([[10.0, 2.0, 4.0, 0.0]])  # mean 4
     np.testing.assert_allclose(correction_bias_update(counts, rate=0.1), [[-0.1, 0.1, 0.0, 0.1]])
+
+
+def test_no_platform_rounds_the_factors_of_the_routers_product():
+    """Forward and backward, though the activations be BF16: TPUs and GPUs would by default."""
+    config = ModelConfig.from_hf(HF_CONFIG, compute_dtype="bfloat16")
+
+    def scores(x_ND):
+        graph, stacked = nnx.split(Router(nnx.Rngs(0), config, layers=1))
+        return nnx.merge(graph, jax.tree.map(lambda value: value[0], stacked))(x_ND).scores.sum()
+
+    program = str(jax.make_jaxpr(jax.grad(scores))(jnp.ones((3, config.hidden_size), jnp.bfloat16)))
+    products = program.count("dot_general[")
+    assert products >= 2
+    assert program.count("Precision.HIGHEST, Precision.HIGHEST") == products
 
 
 def test_counts_skip_invalid_tokens():
