@@ -59,6 +59,7 @@ class _Plan:
     devices: int
     capacity: int
     implementation: ExpertImplementation
+    platform: str
     exchange: Exchange
     all_axes: tuple[str, ...]
     gathered: bool
@@ -121,6 +122,7 @@ def parallel_experts(
         devices=devices,
         capacity=min(worst, balanced),
         implementation=implementation,
+        platform=platform(mesh),
         exchange=exchange,
         all_axes=mesh.axis_names,
         gathered=axis_size(mesh, FSDP_AXIS) > 1,
@@ -131,9 +133,7 @@ def parallel_experts(
         x_ND = x.reshape(-1, x.shape[-1])
         ids_Nk, weights_Nk = (a.reshape(x_ND.shape[0], -1) for a in (ids, weights))
         if devices == 1:
-            out = routed_experts(
-                x_ND, ids_Nk, weights_Nk, *_gather(kernels, plan), implementation=implementation
-            )
+            out = _local_experts(x_ND, ids_Nk, weights_Nk, _gather(kernels, plan), plan)
         elif plan.capacity == worst:
             links = _links(ids_Nk, plan)
             out = _round(jnp.int32(0), x_ND, ids_Nk, weights_Nk, _gather(kernels, plan), links, plan)
@@ -264,10 +264,16 @@ def _round(
     row_ids, row_weights = (
         jax.lax.all_to_all(a, EXPERT_AXIS, 0, 0, tiled=True) for a in (row_ids, row_weights)
     )
-    out = routed_experts(
-        rows, row_ids[:, None], row_weights[:, None], *kernels, implementation=plan.implementation
-    )
+    out = _local_experts(rows, row_ids[:, None], row_weights[:, None], kernels, plan)
     return _from_rows(_send(out, received_P, sent_P, plan), source, slot_Nk)
+
+
+def _local_experts(
+    x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels, plan: _Plan
+) -> jax.Array:
+    return routed_experts(
+        x_ND, ids_Nk, weights_Nk, *kernels, implementation=plan.implementation, platform=plan.platform
+    )
 
 
 def _send(rows: jax.Array, sent_P: jax.Array, received_P: jax.Array, plan: _Plan) -> jax.Array:

@@ -43,14 +43,22 @@ def routed_experts(
     down_EFD: jax.Array,
     *,
     implementation: ExpertImplementation,
+    platform: str | None = None,
 ) -> jax.Array:
     """sum over k of weights * down(silu(gate(x)) * up(x)) of the experts `ids` -> [N, D] in the dtype of x.
 
     ids: integers in [0, E]. The id E is nobody: it contributes nothing, whatever its weight, so a device that
-    holds some of the experts passes E for the others.
+    holds some of the experts passes E for the others. platform: cpu, gpu or tpu, None for the default one;
+    AUTO chooses by it.
     """
     num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
-    chosen = resolve(implementation, tokens=x_ND.shape[0], num_experts=num_experts, num_experts_per_token=k)
+    chosen = resolve(
+        implementation,
+        platform=jax.default_backend() if platform is None else platform,
+        tokens=x_ND.shape[0],
+        num_experts=num_experts,
+        num_experts_per_token=k,
+    )
     weights_Nk = jnp.where(ids_Nk < num_experts, weights_Nk, 0.0).astype(x_ND.dtype)
     function = {
         ExpertImplementation.DENSE: _dense,
@@ -61,12 +69,17 @@ def routed_experts(
 
 
 def resolve(
-    implementation: ExpertImplementation, *, tokens: int, num_experts: int, num_experts_per_token: int
+    implementation: ExpertImplementation,
+    *,
+    platform: str,
+    tokens: int,
+    num_experts: int,
+    num_experts_per_token: int,
 ) -> ExpertImplementation:
-    """The implementation that AUTO means for this platform and number of tokens."""
+    """The implementation that AUTO means for a platform and number of tokens."""
     if implementation is not ExpertImplementation.AUTO:
         return implementation
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return ExpertImplementation.RAGGED
     slots = Sizes.of(tokens * num_experts_per_token, num_experts).slots
     return ExpertImplementation.BLOCKS if slots < tokens * num_experts else ExpertImplementation.DENSE

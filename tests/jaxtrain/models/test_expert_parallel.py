@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.models import expert_parallel
 from jaxtrain.models.config import ExpertImplementation
-from jaxtrain.models.expert_parallel import parallel_experts
+from jaxtrain.models.expert_parallel import Exchange, parallel_experts
 from jaxtrain.models.experts import routed_experts
 from jaxtrain.models.placement import activation_spec
 from sharding.collectives import collectives
@@ -80,3 +81,20 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
         parallel_experts(
             X, CHOICES["spread"], WEIGHTS, *kernels, mesh=mesh, implementation=ExpertImplementation.DENSE
         )
+
+
+@pytest.mark.parametrize(("platform", "grouped"), [("cpu", False), ("gpu", True), ("tpu", True)])
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}], ids=["whole", "split"])
+def test_auto_goes_by_the_devices_of_the_mesh(axes, platform, grouped, monkeypatch):
+    """Which a program for an absent TPU has, too, whatever the default platform is."""
+    monkeypatch.setattr(expert_parallel, "platform", lambda mesh: platform)
+    mesh = MeshSpec(ici=axes).build()
+
+    def run(x, weights, ids, *kernels):
+        return parallel_experts(
+            x, ids, weights, *kernels, mesh=mesh, implementation=ExpertImplementation.AUTO,
+            exchange=Exchange.PADDED,
+        )  # fmt: skip
+
+    program = str(jax.make_jaxpr(run)(X, WEIGHTS, CHOICES["spread"].astype(np.int32), *KERNELS))
+    assert ("ragged_dot" in program) == grouped
