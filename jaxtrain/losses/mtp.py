@@ -67,7 +67,7 @@ def draft_loss(
         jnp.asarray(batch.segment_ids),
         counted_nBS=ahead.segment_ids,
     )
-    found = target_logprobs(definition, params, out_nBSD, ahead.targets)
+    found = target_logprobs(definition, params, out_nBSD, ahead.targets, counted=ahead.weights != 0)
     depths = ahead.tokens.shape[0]
     return DraftLoss(-(found.logprobs * ahead.weights.reshape(-1)).sum() / depths, router)
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.packing import Document, pack
-from jaxtrain.losses.mtp import draft_loss, further
+from jaxtrain.losses import mtp
+from jaxtrain.losses.mtp import Further, draft_loss, further
 from jaxtrain.losses.objectives import next_token, policy
+from jaxtrain.losses.target_logprobs import target_logprobs
 from jaxtrain.models.definition import define, initialize
 from jaxtrain.models.layers import Cache
 from tests.jaxtrain.models.forward import CONFIG, perturbed_parameters
@@ -128,6 +130,24 @@ def test_the_loss_is_the_mean_of_the_depths_over_the_logits_of_drafts(params):
                 expected -= float((chosen[:, 0] * np.asarray(ahead.weights[:, row, at])).sum()) / DEPTHS
     assert expected > 0
     assert float(loss) == pytest.approx(expected, rel=2e-5)
+
+
+def test_tokens_without_weight_are_not_projected(params, monkeypatch):
+    batch = batch_of(9, 8, 5)
+    ahead = Further(**{name: np.asarray(value) for name, value in vars(further(batch, DEPTHS)).items()})
+    seen = []
+
+    def watched(*arguments, **options):
+        seen.append(options)
+        return target_logprobs(*arguments, **options)
+
+    monkeypatch.setattr(mtp, "further", lambda batch, depths: ahead)
+    monkeypatch.setattr(mtp, "target_logprobs", watched)
+    hidden = jax.ShapeDtypeStruct((*batch.tokens.shape, WITH.hidden_size), jnp.float32)
+    jax.eval_shape(lambda hidden: draft_loss(define(WITH), params, hidden, batch).loss, hidden)
+    [options] = seen
+    assert 0 < (ahead.weights == 0).sum() < ahead.weights.size
+    np.testing.assert_array_equal(options["counted"], ahead.weights != 0)
 
 
 def test_gradients_reach_every_mtp_parameter_and_in_rl_nothing_else(params):
