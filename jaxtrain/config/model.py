@@ -85,7 +85,9 @@ class ModelSection(Section):
         "auto", "how expert matmuls are grouped; auto picks by the device"
     )
     attention_implementation: Literal["auto", "xla", "chunked", "cudnn", "splash"] = setting(
-        "auto", "cuDNN on GPU, splash on TPU; chunked needs memory linear in the sequence, anywhere"
+        "auto",
+        "cuDNN on GPU (chunked in float32, which cuDNN lacks), splash on TPU; chunked needs memory linear in "
+        "the sequence, anywhere",
     )
     remat: Literal["none", "full", "dots"] = setting(
         "none", "what the backward pass recomputes: nothing, whole layers, or all but matmul outputs"
@@ -135,6 +137,12 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.attention_implementation == "cudnn" and self.compute_dtype == "float32":
+            raise rejection(
+                "attention_implementation",
+                "cudnn has no float32, and compute_dtype is float32; set compute_dtype: bfloat16, or choose "
+                "auto, xla or chunked",
+            )
         dense, experts, chosen = self.first_k_dense_replace, self.n_routed_experts, self.num_experts_per_tok
         if dense is not None and dense > self.num_hidden_layers:
             raise rejection(

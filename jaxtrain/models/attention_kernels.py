@@ -44,10 +44,14 @@ class Documents:
 
 
 def documents(
-    segment_ids_BS: jax.Array, implementation: AttentionImplementation, *, mesh: Mesh | None
+    segment_ids_BS: jax.Array,
+    implementation: AttentionImplementation,
+    *,
+    dtype: jax.typing.DTypeLike,
+    mesh: Mesh | None,
 ) -> Documents:
-    """What every layer's attention needs to know of a batch, computed once."""
-    whole = resolve(implementation, mesh=mesh) is AttentionImplementation.XLA
+    """What every layer's attention needs to know of a batch, computed once. dtype: of its queries."""
+    whole = resolve(implementation, dtype=dtype, mesh=mesh) is AttentionImplementation.XLA
     return Documents(segment_ids_BS, document_mask(segment_ids_BS) if whole else None)
 
 
@@ -58,17 +62,28 @@ def document_mask(segment_ids_BS: jax.Array) -> jax.Array:
     return same & jnp.tril(jnp.ones((length, length), bool))[None]
 
 
-def resolve(implementation: AttentionImplementation, *, mesh: Mesh | None) -> AttentionImplementation:
-    """The implementation that runs. Raises ValueError for one the platform lacks."""
+def resolve(
+    implementation: AttentionImplementation, *, dtype: jax.typing.DTypeLike, mesh: Mesh | None
+) -> AttentionImplementation:
+    """The implementation that runs for queries of `dtype`. Raises ValueError for one the platform lacks, or
+    lacks in this dtype: cuDNN has no float32.
+    """
     if axis_size(mesh, SEQUENCE_AXIS) > 1:
         return AttentionImplementation.CHUNKED
-    fastest = {"gpu": AttentionImplementation.CUDNN, "tpu": AttentionImplementation.SPLASH}
+    full = jnp.dtype(dtype) == jnp.float32
     if implementation is AttentionImplementation.AUTO:
+        on_gpu = AttentionImplementation.CHUNKED if full else AttentionImplementation.CUDNN
+        fastest = {"gpu": on_gpu, "tpu": AttentionImplementation.SPLASH}
         return fastest.get(platform(mesh), AttentionImplementation.XLA)
     if implementation is AttentionImplementation.CUDNN and platform(mesh) != "gpu":
         raise ValueError(
             f"attention implementation 'cudnn' needs a GPU, but the devices are {platform(mesh)}; "
             "choose auto, xla or chunked"
+        )
+    if implementation is AttentionImplementation.CUDNN and full:
+        raise ValueError(
+            "attention implementation 'cudnn' has no float32; compute in bfloat16, or choose auto, xla or "
+            "chunked"
         )
     return implementation
 
@@ -86,7 +101,7 @@ def attend_documents(
 
     Raises ValueError when the tensor axis divides neither the kv heads nor is a multiple of them.
     """
-    chosen = resolve(implementation, mesh=mesh)
+    chosen = resolve(implementation, dtype=q_BSHh.dtype, mesh=mesh)
     if chosen is AttentionImplementation.XLA:
         return masked_attention(q_BSHh, k_BSKh, v_BSKh, documents.mask)
     local = {

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtrain.models.attention_kernels import documents
+from jaxtrain.models.attention_kernels import Documents, documents
 from jaxtrain.models.balance import RouterStatistics, stacked, statistics, without_routers
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.layers import Cache, Layers, scan_layers
@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
         replay_BSLk: experts that the MoE layers keep where plausible, -1 = choose here (see `replay`).
         return_experts: `RouterStatistics.experts` holds the ids chosen.
         """
-        packed = documents(segment_ids_BS, self.config.attention_implementation, mesh=self.mesh)
+        packed = self._documents(segment_ids_BS)
         cos_sin = self._rotation(positions_BS)
         x = constrain(self._embed(tokens_BS), self.mesh)
 
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
         hidden_BSD: what `__call__` gave. tokens_nBS: token i + k of the document at depth k, see `mtp`.
         counted_nBS: segment ids of the tokens that router statistics count, 0 elsewhere.
         """
-        packed = documents(segment_ids_BS, self.config.attention_implementation, mesh=self.mesh)
+        packed = self._documents(segment_ids_BS)
         cos_sin = self._rotation(positions_BS)
 
         def body(
@@ -169,6 +169,12 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
         return self.embedding[...].astype(self.config.compute_dtype)[tokens_BS]
+
+    def _documents(self, segment_ids_BS: jax.Array) -> Documents:
+        config = self.config
+        return documents(
+            segment_ids_BS, config.attention_implementation, dtype=config.compute_dtype, mesh=self.mesh
+        )
 
     def _rotation(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rotation(positions_BS, rotary_dim=self.config.rotary_dim, theta=self.config.rope_theta)

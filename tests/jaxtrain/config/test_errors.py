@@ -86,6 +86,11 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
             "environment.options.length: {'a': 1} is not a number, text, true, false, or a list of those",
         ),
         ("model.num_key_value_heads=3", "model.num_key_value_heads: 3 does not divide num_attention_heads 4"),
+        (
+            "model={preset: nano, attention_implementation: cudnn, compute_dtype: float32}",
+            "model.attention_implementation: cudnn has no float32, and compute_dtype is float32; set "
+            "compute_dtype: bfloat16, or choose auto, xla or chunked",
+        ),
         ("model.num_experts_per_tok=9", "model.num_experts_per_tok: 9 is more than n_routed_experts 8"),
         (
             "mesh.ici.data=-1",

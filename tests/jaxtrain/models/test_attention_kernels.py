@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.models import attention_chunked
+from jaxtrain.models import attention_chunked, attention_kernels
 from jaxtrain.models.attention_kernels import attend_documents, documents, resolve
 from jaxtrain.models.config import AttentionImplementation
 from sharding.mesh import MeshSpec
@@ -37,7 +37,7 @@ def attend(name: AttentionImplementation, axes: dict[str, int] | None):
     mesh = None if axes is None else MeshSpec(ici=axes).build()
 
     def objective(q, k, v):
-        packed = documents(jnp.asarray(SEGMENTS), name, mesh=mesh)
+        packed = documents(jnp.asarray(SEGMENTS), name, dtype=q.dtype, mesh=mesh)
         out = attend_documents(q, k, v, packed, implementation=name, mesh=mesh)
         valid = (SEGMENTS > 0)[..., None, None]
         return (out * COTANGENT * valid).sum(), out * valid
@@ -70,10 +70,9 @@ def test_memory_is_linear_in_the_sequence():
         segments = jnp.ones((1, length), jnp.int32)
 
         def objective(q, k, v):
-            packed = documents(segments, AttentionImplementation.CHUNKED, mesh=None)
-            return attend_documents(
-                q, k, v, packed, implementation=AttentionImplementation.CHUNKED, mesh=None
-            ).sum()
+            way = AttentionImplementation.CHUNKED
+            packed = documents(segments, way, dtype=q.dtype, mesh=None)
+            return attend_documents(q, k, v, packed, implementation=way, mesh=None).sum()
 
         compiled = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).lower(*shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -82,18 +81,43 @@ def test_memory_is_linear_in_the_sequence():
 
 
 def test_what_runs_is_chosen_by_platform_and_mesh():
-    on_cpu = {name: resolve(name, mesh=None) for name in AttentionImplementation if name != "cudnn"}
+    names = [name for name in AttentionImplementation if name != "cudnn"]
+    on_cpu = {name: resolve(name, dtype="bfloat16", mesh=None) for name in names}
     assert on_cpu.pop("auto") == "xla"
     assert all(found == name for name, found in on_cpu.items())
     split = MeshSpec(ici={"context": 8}).build()
-    assert {resolve(name, mesh=split) for name in AttentionImplementation} == {"chunked"}
+    assert {resolve(name, dtype="bfloat16", mesh=split) for name in AttentionImplementation} == {"chunked"}
     with pytest.raises(ValueError, match="'cudnn' needs a GPU, but the devices are cpu"):
-        resolve(AttentionImplementation.CUDNN, mesh=None)
+        resolve(AttentionImplementation.CUDNN, dtype="bfloat16", mesh=None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "chosen"),
+    [
+        ("gpu", "bfloat16", "cudnn"),
+        ("gpu", "float32", "chunked"),  # cuDNN refuses it
+        ("tpu", "bfloat16", "splash"),
+        ("tpu", "float32", "splash"),
+        ("cpu", "bfloat16", "xla"),
+        ("cpu", "float32", "xla"),
+    ],
+)
+def test_auto_is_an_implementation_that_has_the_dtype(platform, dtype, chosen, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "platform", lambda mesh: platform)
+    assert resolve(AttentionImplementation.AUTO, dtype=dtype, mesh=None) == chosen
+
+
+def test_cudnn_in_float32_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "platform", lambda mesh: "gpu")
+    assert resolve(AttentionImplementation.CUDNN, dtype="bfloat16", mesh=None) == "cudnn"
+    with pytest.raises(ValueError, match="'cudnn' has no float32; compute in bfloat16, or choose auto"):
+        resolve(AttentionImplementation.CUDNN, dtype="float32", mesh=None)
 
 
 def test_a_sequence_that_cannot_be_halved_is_refused():
     q, k = np.ones((1, 12, 8, WIDTH), np.float32), np.ones((1, 12, 4, WIDTH), np.float32)
     mesh = MeshSpec(ici={"context": 4, "tensor": 2}).build()
-    packed = documents(jnp.ones((1, 12), jnp.int32), AttentionImplementation.AUTO, mesh=mesh)
+    segments = jnp.ones((1, 12), jnp.int32)
+    packed = documents(segments, AttentionImplementation.AUTO, dtype=q.dtype, mesh=mesh)
     with pytest.raises(ValueError, match="leaves 3 tokens on each, an odd number; .* a multiple of 8"):
         attend_documents(q, k, k, packed, implementation=AttentionImplementation.AUTO, mesh=mesh)
