@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+_MANY = 1 << 11  # changes of one-byte values from which a table of all pairs beats sorting
+
 
 def conditional_entropy_bytes(old: np.ndarray, new: np.ndarray) -> float:
     """size * H(new | old) / 8 in bytes, with the empirical order-0 distribution of new for each old value.
@@ -31,8 +33,13 @@ def conditional_entropy_bytes_sparse(
         values, counts = np.flatnonzero(old_counts), np.asarray(old_counts)[np.flatnonzero(old_counts)]
     if changed_old.size == 0:
         return 0.0
-    keys = (changed_old.astype(np.uint64) << np.uint64(32)) | changed_new.astype(np.uint64)
-    pairs, pair_counts = np.unique(keys, return_counts=True)
+    if changed_old.dtype.itemsize == 1 and changed_old.size > _MANY:
+        table = np.bincount(changed_old.astype(np.int64) << 8 | changed_new, minlength=1 << 16)
+        found = np.flatnonzero(table)
+        pairs, pair_counts = (found >> 8 << 32 | found & 0xFF).astype(np.uint64), table[found]
+    else:
+        keys = (changed_old.astype(np.uint64) << np.uint64(32)) | changed_new.astype(np.uint64)
+        pairs, pair_counts = np.unique(keys, return_counts=True)
     place = np.searchsorted(values, (pairs >> np.uint64(32)).astype(values.dtype))
     moved = np.zeros(len(values), np.int64)
     np.add.at(moved, place, pair_counts)
