@@ -38,22 +38,28 @@ Overrides = Annotated[
 ]
 
 
-def load(path: Path, name: str | None, overrides: list[str] | None) -> Config:
-    """The checked config, or its problems on stderr and exit status 2."""
-    from jaxtrain.config.errors import ConfigError
-    from jaxtrain.config.load import load_config
+def load(path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False) -> Config:
+    """The checked config, or its problems on stderr and exit status 2.
 
+    fleet: as a host reads it that has neither weights nor tokenizer: see `of_a_fleet`.
+    """
+    from jaxtrain.config.errors import ConfigError
+    from jaxtrain.config.load import Reader, load_config
+
+    given = [*(overrides or []), *([f"name={name}"] if name is not None else [])]
     try:
-        return load_config(path, [*(overrides or []), *([f"name={name}"] if name is not None else [])])
+        return load_config(path, given, reader=Reader.FLEET if fleet else Reader.TRAINER)
     except ConfigError as error:
         fail(str(error), status=WRONG_CONFIG)
 
 
-def load_async(path: Path, name: str | None, overrides: list[str] | None) -> AsyncGrpoConfig:
+def load_async(
+    path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False
+) -> AsyncGrpoConfig:
     """As `load`, for the commands that only a run with a fleet has."""
     from jaxtrain.config.schema import AsyncGrpoConfig
 
-    config = load(path, name, overrides)
+    config = load(path, name, overrides, fleet=fleet)
     if not isinstance(config, AsyncGrpoConfig):
         fail(
             f"{path}: recipe: {config.recipe!r} has no rollouts; this command needs async_grpo",

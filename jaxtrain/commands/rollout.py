@@ -23,7 +23,7 @@ def rollout(
     Any number of workers, on any hosts that reach the run's store, may come and go. With
     rollouts.engine=embedded the worker runs the model itself; with vllm it asks this host's `jaxtrain serve`.
     """
-    experiment = load_async(config, name, overrides)
+    experiment = load_async(config, name, overrides, fleet=True)
     from jaxtrain.commands.environment import environment_of
 
     environment = environment_of(experiment, source=config)

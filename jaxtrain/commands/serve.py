@@ -14,7 +14,7 @@ def serve(config: ConfigPath, name: Name = None, overrides: Overrides = None) ->
     Waits for the run's first version, starts the server from it, and updates it in flight from then on. The
     server listens on loopback only. Needs vLLM: `make vllm`, or requirements/README.md.
     """
-    experiment = load_async(config, name, overrides)
+    experiment = load_async(config, name, overrides, fleet=True)
     if find_spec("vllm") is None:
         fail("jaxtrain serve: vLLM is not installed. Run `make vllm`, or see requirements/README.md")
     log_to_stderr()

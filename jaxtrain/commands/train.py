@@ -72,6 +72,7 @@ def train(
     from importlib import import_module
 
     from jaxtrain.data.packing import PackingError
+    from jaxtrain.huggingface.errors import HuggingFaceError
     from jaxtrain.models.config import ModelConfigError
     from jaxtrain.rl.control import EvaluationTimeout
     from jaxtrain.training.checkpoint import CheckpointError
@@ -83,7 +84,7 @@ def train(
 
     expected = (
         *(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite),
-        *(CheckpointError, ConfigError, ModelConfigError, PackingError, ShardingError),
+        *(CheckpointError, ConfigError, ModelConfigError, PackingError, ShardingError, HuggingFaceError),
     )
     try:
         with naming(*expected):

@@ -6,12 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.base import rejection
-from jaxtrain.huggingface.checkpoint import read_model_config
 from jaxtrain.huggingface.errors import HuggingFaceError
 from jaxtrain.models.architectures.registry import ARCHITECTURES
 from jaxtrain.models.config import ModelConfig, ModelConfigError
 
 FREE = ("rope_theta", "max_position_embeddings")  # no tensor depends on them: longer contexts change them
+
+
+# In place of an architecture that only the trainer's host can read; nothing of it is used. Nothing that is
+# compared with it (lengths, clips, meshes) can be refused for it.
+_STAND_IN = {"preset": "nano", "use_qk_norm": False, "max_position_embeddings": 1 << 40}
+_OF_A_HOST = ("compute_dtype", "expert_implementation")
+
+
+def of_a_fleet(values: dict[str, Any]) -> dict[str, Any]:
+    """An experiment's values as a rollout host needs them: no tokenizer and no weights are looked up.
+
+    Both come with run.json. Weights that are named leave the model section's numerics alone.
+    """
+    kept = {name: value for name, value in values.items() if name != "tokenizer"}
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("checkpoint") is not None:
+        kept["model"] = _STAND_IN | {name: model[name] for name in _OF_A_HOST if name in model}
+        kept.pop("mesh", None)
+    return kept
 
 
 def fill_from_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
@@ -20,6 +38,8 @@ def fill_from_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
     Raises the section's rejections: no such directory, an unsupported config.json, or a field given beside
     `checkpoint` that the weights contradict.
     """
+    from jaxtrain.huggingface.checkpoint import read_model_config  # loads numpy, which no other config needs
+
     directory = values["checkpoint"]
     if values.get("preset") is not None:
         raise rejection("preset", f"{values['preset']!r} as well as model.checkpoint; leave one out")

@@ -5,16 +5,32 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from jaxtrain.config.checkpoint import of_a_fleet
 from jaxtrain.config.errors import ConfigError, dotted, explain
 from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, Config, SftConfig
 
 COMMAND_LINE = "command line"
+SAVED = "config.yaml"  # of a run, in its directory
+
+
+class Reader(Enum):
+    """Who reads a config.
+
+    TRAINER: looks into the directories of weights and tokenizer that it names.
+    FLEET: into neither; run.json of the store says what is served.
+    SAVED: the config a run has written, every field in it; not into the weights' one.
+    """
+
+    TRAINER = auto()
+    FLEET = auto()
+    SAVED = auto()
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,10 +55,13 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, reader: Reader = Reader.TRAINER
+) -> Config:
     """Read, override and check an experiment.
 
     overrides: `dotted.field=value`, the value in YAML (`rl.steps=30`, `store=null`); the last one wins.
+    reader: which directories that the config names are looked into.
     Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
     """
     values = _read(Path(path))
@@ -55,17 +74,37 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     def origin(field: tuple[str | int, ...]) -> str:
         return COMMAND_LINE if any(field[: len(given)] == given for given in touched) else str(path)
 
-    return _validate(values, origin)
+    if reader is Reader.FLEET:
+        values = of_a_fleet(values)
+    return _validate(values, origin, weights_known=reader is Reader.SAVED or _remember(values))
 
 
-def _validate(values: dict[str, Any], origin: Any) -> Config:
+def _remember(values: dict[str, Any]) -> bool:
+    """Gives a model section that names weights the architecture that its run has saved; whether there is one.
+
+    A run that has begun so needs the directory of the weights no more.
+    """
+    model, runs_dir = values.get("model"), values.get("runs_dir", "runs")
+    if not isinstance(model, dict) or model.get("checkpoint") is None or not isinstance(runs_dir, str):
+        return False
+    saved = Path(runs_dir) / str(values.get("name", "run")) / SAVED
+    if not saved.is_file():
+        return False
+    known = _read(saved).get("model")
+    if not isinstance(known, dict) or known.get("checkpoint") != model["checkpoint"]:
+        return False
+    values["model"] = known | {name: value for name, value in model.items() if value is not None}
+    return True
+
+
+def _validate(values: dict[str, Any], origin: Any, *, weights_known: bool) -> Config:
     recipe = values.get("recipe")
     if recipe not in RECIPES:
         problem = "missing" if recipe is None else f"{recipe!r} is not a recipe"
         raise ConfigError([f"{origin(('recipe',))}: recipe: {problem}; one of {', '.join(RECIPES)}"])
     model = RECIPES[recipe]
     try:
-        config = model.model_validate(values)
+        config = model.model_validate(values, context={"weights_known": weights_known})
     except ValidationError as error:
         problems = [
             f"{origin(field)}: {dotted(field)}: {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from jaxtrain.config.base import (
     Fraction,
@@ -100,11 +100,14 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, values: Any) -> Any:
-        """Preset, then what the architecture has when nothing is said."""
+    def _fill(cls, values: Any, info: ValidationInfo) -> Any:
+        """Preset, then what the architecture has when nothing is said.
+
+        Weights are not looked into if the context says `weights_known`: every field is given then.
+        """
         if not isinstance(values, dict):
             return values
-        if values.get("checkpoint") is not None:
+        if values.get("checkpoint") is not None and not (info.context or {}).get("weights_known"):
             values = fill_from_checkpoint(values)
         if values.get("preset") is not None:
             values = _preset(values["preset"]) | values

@@ -9,10 +9,8 @@ from typing import Any
 import yaml
 
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
-from jaxtrain.config.load import load_config
+from jaxtrain.config.load import SAVED, Reader, load_config
 from jaxtrain.config.schema import Config, as_plain
-
-SAVED = "config.yaml"
 
 
 def check_run(config: Config) -> None:
@@ -20,7 +18,7 @@ def check_run(config: Config) -> None:
     run_dir = config.run_dir
     saved_path = run_dir / SAVED
     if saved_path.exists():
-        changes = differences(load_config(saved_path), config)
+        changes = differences(load_config(saved_path, reader=Reader.SAVED), config)
         if changes:
             raise ConfigError(
                 [

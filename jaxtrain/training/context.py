@@ -5,6 +5,7 @@ Devices, tasks, tokenizer, model, optimizer, checkpoints, metrics.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
@@ -22,7 +23,13 @@ from jaxtrain.config.model import MeshSection
 from jaxtrain.config.optimization import OptimizerSection
 from jaxtrain.config.schema import ExperimentConfig
 from jaxtrain.data import tokenizer as task_tokenizer
-from jaxtrain.huggingface.layout import TOKENIZER, companions_directory, copy_companions, write_config
+from jaxtrain.huggingface.layout import (
+    TOKENIZER,
+    companions_directory,
+    copy_companions,
+    read_config,
+    write_config,
+)
 from jaxtrain.huggingface.saved import SavedModel, open_model
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
@@ -156,14 +163,19 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     if problems := undivided(config.model, config.microbatches, mesh.shape):
         raise ConfigError([f"{field}: {problem}" for field, problem in problems])
     environment = environments.create(config.environment.name, config.environment.arguments(seed=config.seed))
-    start = open_model(Path(config.model.checkpoint)) if config.model.checkpoint is not None else None
-    tokenizer_dir = ensure_tokenizer(config, environment, run_dir)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    hf_config = config.model.hf_config(
-        vocab_size=vocabulary_size(len(tokenizer), start),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    checkpoints = Checkpointer(
+        run_dir / "checkpoints",
+        keep=config.checkpoint.keep,
+        save_interval_steps=config.checkpoint.every_steps,
     )
+    given = Path(config.model.checkpoint) if config.model.checkpoint is not None else None
+    if given is not None and checkpoints.latest() is not None:
+        given = run_dir  # what it began with is in it now: the directory named may be gone
+    start = open_model(given) if given is not None and given != run_dir else None
+    tokenizer_dir = ensure_tokenizer(config, environment, run_dir, given)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    given_config = start.hf_config if start is not None else read_config(run_dir) if given else None
+    hf_config = hf_config_of(config, tokenizer, given_config, given)
     model = ModelConfig.from_hf(hf_config, **config.model.numerics)
     qk_clip = qk_clip_of(config.optimizer, model)
     definition = define(replace(model, measure_max_logits=qk_clip is not None))
@@ -174,11 +186,6 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    checkpoints = Checkpointer(
-        run_dir / "checkpoints",
-        keep=config.checkpoint.keep,
-        save_interval_steps=config.checkpoint.every_steps,
-    )
     placement = place(definition, optimizer, mesh)
     if processes.process_index() == 0:
         write_config(run_dir, hf_config)  # what `jaxtrain export` reads beside the checkpoints
@@ -201,29 +208,59 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     )
 
 
-def vocabulary_size(tokens: int, start: SavedModel | None) -> int:
+def hf_config_of(
+    config: ExperimentConfig, tokenizer: Any, given: dict[str, Any] | None, directory: Path | None
+) -> dict[str, Any]:
+    """config.json of the run: the model section's, the vocabulary, and the special tokens' ids.
+
+    given, directory: config.json of given weights and where it is. Their special tokens, of which several may
+    end an answer, count before the tokenizer's; those of generation_config.json before config.json's.
+    """
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if given is not None and directory is not None:
+        ids["bos_token_id"] = tokenizer.bos_token_id
+        path = companions_directory(directory) / "generation_config.json"
+        generation = json.loads(path.read_bytes()) if path.exists() else {}
+        for name in ids:
+            found = [source.get(name) for source in (generation, given)]
+            ids[name] = next((value for value in found if value is not None), ids[name])
+    if ids["eos_token_id"] is None:
+        raise ConfigError(["tokenizer.path: it has no end-of-sequence token; name a tokenizer with one"])
+    written = config.model.hf_config(
+        vocab_size=vocabulary_size(len(tokenizer), given, directory),
+        eos_token_id=ids["eos_token_id"],
+        pad_token_id=ids["pad_token_id"],
+    )
+    return written | ({"bos_token_id": ids["bos_token_id"]} if ids.get("bos_token_id") is not None else {})
+
+
+def vocabulary_size(tokens: int, given: dict[str, Any] | None, directory: Path | None) -> int:
     """Rows of the embedding: those of given weights, or enough for the tokenizer's `tokens`."""
-    if start is None:
+    if given is None:
         return -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    size = int(start.hf_config["vocab_size"])
+    size = int(given["vocab_size"])
     if tokens > size:
         raise ConfigError(
             [
                 f"tokenizer.path: its {tokens} tokens are more than the {size} rows of the embedding in "
-                f"{start.source}; use the tokenizer the model was trained with"
+                f"{directory}; use the tokenizer the model was trained with"
             ]
         )
     return size
 
 
-def ensure_tokenizer(config: ExperimentConfig, environment: Environment, run_dir: Path) -> Path:
+def ensure_tokenizer(
+    config: ExperimentConfig, environment: Environment, run_dir: Path, weights: Path | None
+) -> Path:
     """A tokenizer's directory: the configured one, that of the given weights, or one built once from the
     environment's training prompts. The run keeps a copy, which an export carries over.
+
+    weights: the directory of given weights; the run's own once it has a checkpoint.
     """
     directory = run_dir / TOKENIZER
     given = config.tokenizer.path
-    if given is None and config.model.checkpoint is not None:
-        given = companions_directory(Path(config.model.checkpoint))
+    if given is None and weights is not None:
+        given = companions_directory(weights)
         if not (given / "tokenizer_config.json").exists():
             raise ConfigError(
                 [f"tokenizer.path: {given} has no tokenizer_config.json; name a tokenizer's directory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jaxtrain.cli import app
 from jaxtrain.commands.export import export
 from jaxtrain.commands.import_ import import_
 from jaxtrain.config.errors import ConfigError
-from jaxtrain.config.load import load_config
+from jaxtrain.config.load import Reader, load_config
 from jaxtrain.config.resume import claim_run
 from jaxtrain.config.schema import SftConfig
 from jaxtrain.data import tokenizer as task_tokenizer
@@ -110,3 +111,29 @@ def test_a_field_that_the_weights_contradict(published: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"hidden_act": "gelu"}))
     with pytest.raises(ConfigError, match=r"model\.checkpoint: .*hidden_act.*gelu"):
         load_config(CONFIG, [f"model={{checkpoint: {tmp_path}}}"])
+
+
+def test_a_run_that_has_begun_and_a_rollout_host_need_the_weights_no_more(
+    published: Path, tmp_path: Path
+) -> None:
+    """A resume takes architecture, vocabulary, tokenizer and stop ids from the run itself."""
+    weights = tmp_path / "weights"
+    shutil.copytree(published, weights)
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "bos_token_id": 1}))
+    config = config_of(weights, tmp_path, "resumed", 0)
+    run_dir = claim_run(config)
+    sft.run(config, run_dir)
+    before = json.loads((run_dir / "config.json").read_text())
+    assert (before["eos_token_id"], before["bos_token_id"]) == ([2, 7], 1)
+    shutil.rmtree(weights)
+    config = config_of(weights, tmp_path, "resumed", 1)
+    sft.run(config, claim_run(config))
+    assert json.loads((run_dir / "config.json").read_text()) == before
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: .* is no directory"):
+        config_of(weights, tmp_path, "another", 1)
+    rollout = load_config(
+        CONFIG.with_name("quickstart.yaml"),
+        [f"model={{checkpoint: {weights}, compute_dtype: float32}}", f"tokenizer.path={weights}"],
+        reader=Reader.FLEET,
+    )
+    assert rollout.model.compute_dtype == "float32"
