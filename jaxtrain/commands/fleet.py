@@ -51,7 +51,8 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
     own = config.run_dir / "workers" / worker_id
     tokenizer = await asyncio.to_thread(load_tokenizer, run, own / "tokenizer")
     engine = build_engine(config, run)
-    worker = RolloutWorker(store, engine, environment, tokenizer, worker_settings(config), worker_id)
+    settings = worker_settings(config, stop_ids=stop_ids(run.hf_config, tokenizer.eos_token_id))
+    worker = RolloutWorker(store, engine, environment, tokenizer, settings, worker_id)
     try:
         if config.rollouts.engine == "embedded":
             # The engine of this process has no agent but ours; a server's is in `jaxtrain serve`.
@@ -133,7 +134,14 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
     )
 
 
-def worker_settings(config: AsyncGrpoConfig) -> WorkerSettings:
+def stop_ids(hf_config: dict[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Tokens that end an answer: those of config.json, which may be several, and the tokenizer's."""
+    given = hf_config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    return tuple(sorted({int(value) for value in (*ids, tokenizer_eos) if value is not None}))
+
+
+def worker_settings(config: AsyncGrpoConfig, *, stop_ids: tuple[int, ...]) -> WorkerSettings:
     """Groups in flight fill the engine's slots; prompts are claimed a segment at a time."""
     section = config.rollouts
     return WorkerSettings(
@@ -147,6 +155,7 @@ def worker_settings(config: AsyncGrpoConfig) -> WorkerSettings:
         segment_groups=section.segment_groups,
         flush_seconds=section.flush_seconds,
         poll_seconds=POLL_S,
+        stop_ids=stop_ids,
     )
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.commands.fleet import FleetError, beside, serve_settings, wait_for_run, worker_settings
+from jaxtrain.commands.fleet import (
+    FleetError,
+    beside,
+    serve_settings,
+    stop_ids,
+    wait_for_run,
+    worker_settings,
+)
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from rollout_bridge.engines.protocol import KvPolicy
@@ -68,9 +75,17 @@ def test_stopping_ends_the_wait_for_a_run() -> None:
 
 
 def test_groups_in_flight_fill_the_slots() -> None:
-    settings = worker_settings(config("rollouts.slots=20", "rollouts.group_size=8", "seed=3"))
+    settings = worker_settings(config("rollouts.slots=20", "rollouts.group_size=8", "seed=3"), stop_ids=(2,))
     assert settings.max_concurrent_groups == 3  # 24 completions for 20 slots
     assert (settings.group_size, settings.run_seed) == (8, 3)
+
+
+def test_every_stop_token_of_the_model_ends_an_answer() -> None:
+    """GLM-4.5's config.json lists three; a tokenizer has one."""
+    ids = stop_ids({"eos_token_id": [151329, 151336, 151338]}, 151329)
+    assert ids == (151329, 151336, 151338)
+    assert worker_settings(config(), stop_ids=ids).stop_ids == ids
+    assert stop_ids({"eos_token_id": 5}, 2) == (2, 5) and stop_ids({}, 2) == (2,)
 
 
 def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
