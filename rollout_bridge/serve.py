@@ -157,17 +157,22 @@ def server_settings(settings: ServeSettings, *, gpus: Sequence[str], number: int
     """What server `number` is started with.
 
     gpus: ids of this host's, as CUDA_VISIBLE_DEVICES takes them; none on a CPU host.
-    Raises `ServeError` if the servers need more than there are.
+    Raises `ServeError` if the servers need more than there are, or expert choices without one.
     """
     on_gpu = bool(gpus)
     ranks = settings.tensor_parallel * settings.data_parallel
     environment, cpu_threads = dict(settings.environment), settings.cpu_threads
+    if settings.moe_routing and not on_gpu:
+        raise ServeError(
+            "rollouts.capture_routed_experts: vLLM sends expert choices from a GPU only, and this host has "
+            "none; set it to false, or rollouts.engine to embedded"
+        )
     if on_gpu and settings.servers > 1:
         own = gpus[number * ranks : (number + 1) * ranks]
         if len(own) < ranks:
             raise ServeError(
-                f"{settings.servers} servers of {ranks} ranks need {settings.servers * ranks} GPUs, this host "
-                f"has {len(gpus)}: lower rollouts.servers or the ranks of each"
+                f"{settings.servers} servers of {ranks} ranks need {settings.servers * ranks} GPUs, this "
+                f"host has {len(gpus)}: lower rollouts.servers or the ranks of each"
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     elif not on_gpu and settings.servers * ranks > 1 and cpu_threads != "auto":

@@ -115,7 +115,11 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
         from rollout_bridge.engines.vllm_pool import VllmPool
 
         ports = range(section.server_port, section.server_port + section.servers)
-        engines = [VllmEngine(f"http://127.0.0.1:{port}", kv_policy=kv_policy) for port in ports]
+        moe_layers = moe_layers_of(run.hf_config) if section.capture_routed_experts else None
+        engines = [
+            VllmEngine(f"http://127.0.0.1:{port}", kv_policy=kv_policy, moe_layers=moe_layers)
+            for port in ports
+        ]
         return engines[0] if len(engines) == 1 else VllmPool(engines)
     from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
 
@@ -128,10 +132,19 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
             max_prompt=length - section.max_tokens,
             max_length=length,
             kv_policy=kv_policy,
+            capture_routed_experts=section.capture_routed_experts,
         ),
         compute_dtype=config.model.compute_dtype,
         expert_implementation=config.model.expert_implementation,
     )
+
+
+def moe_layers_of(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """Indices of the layers with routed experts, MTP layers left out."""
+    from jaxtrain.models.config import ModelConfig
+
+    model = ModelConfig.from_hf(hf_config)
+    return tuple(range(model.num_hidden_layers - model.num_moe_layers, model.num_hidden_layers))
 
 
 def stop_ids(hf_config: dict[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -178,6 +191,7 @@ def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
         max_model_len=config.batch.sequence_length,
         max_num_seqs=section.slots,
         cpu_threads=",".join(map(str, cores)) or "auto",
+        moe_routing=section.capture_routed_experts,
         extra_args=tuple(section.server_args),
         agent=AgentSettings(poll=POLL_S),
     )

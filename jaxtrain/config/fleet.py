@@ -69,6 +69,11 @@ class RolloutSection(Section):
     temperature: PositiveFloat = setting(
         1.0, "sampling from the policy itself, as the importance ratio assumes"
     )
+    capture_routed_experts: bool = setting(
+        False,
+        "engines send each token's experts and the loss keeps those that are plausible (router replay); off: "
+        "a trajectory is many times larger with them, and vLLM sends them from a GPU only",
+    )
     max_tokens: PositiveInt = setting(64, "generated tokens of one completion, end-of-sequence included")
     slots: PositiveInt = setting(32, "sequences an engine decodes at once", resumable=True)
     outstanding_groups: PositiveInt = setting(

@@ -176,6 +176,11 @@ class AsyncGrpoConfig(ExperimentConfig):
                 f"{self.trajectories.length_bins} is more than batch.sequence_length "
                 f"{self.batch.sequence_length}: a bin would hold no length",
             )
+        if self.rollouts.capture_routed_experts and self.model.n_routed_experts is None:
+            raise rejection(
+                "rollouts.capture_routed_experts",
+                f"true, and architecture {self.model.architecture!r} has no routed experts; set it to false",
+            )
         if self.rollouts.max_tokens >= self.batch.sequence_length:
             raise rejection(
                 "rollouts.max_tokens",

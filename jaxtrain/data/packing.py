@@ -60,8 +60,17 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(documents: Sequence[Document], *, rows: int, sequence_length: int) -> Batch:
+def pack(
+    documents: Sequence[Document],
+    *,
+    rows: int,
+    sequence_length: int,
+    routed_experts: tuple[int, int] | None = None,
+) -> Batch:
     """Packs into as many microbatches of [rows, sequence_length] as needed, the last padded with empty rows.
+
+    routed_experts: (MoE layers, k) of the batch's array of that name, which it then has whatever the
+        documents have, so that one program takes every batch; None: the batch has one if a document has.
 
     A row holds sequence_length predictions, so a document of T tokens takes T - 1 positions.
     """
@@ -74,6 +83,7 @@ def pack(documents: Sequence[Document], *, rows: int, sequence_length: int) -> B
     arrays["temperature"] = np.ones(shape, np.float32)
     arrays["versions"] = np.full(shape, -1, np.int32)
     routed = {d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None}
+    routed |= {routed_experts} if routed_experts is not None else set()
     if len(routed) > 1:
         raise PackingError(
             f"routed experts of documents have shapes [T, *] with {sorted(routed)}, expected one (layers, "

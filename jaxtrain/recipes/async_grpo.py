@@ -20,6 +20,7 @@ from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import POLICY_METRICS, policy
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.recipes import supervised
 from jaxtrain.rl.control import Evaluations, announce
 from jaxtrain.rl.publication import Publications
@@ -146,7 +147,8 @@ def reinforce(
         loss_function=policy(eps_low=phase.eps_low, eps_high=phase.eps_high),
         metric_names=POLICY_METRICS,
     )
-    planner = open_planner(config, store, lambda: context.stop_if_asked(state, progress))
+    replayed = replayed_experts(context.definition.config, config)
+    planner = open_planner(config, store, replayed, lambda: context.stop_if_asked(state, progress))
     plans = iter(
         PlanDataset(
             store,
@@ -167,7 +169,12 @@ def reinforce(
                 target_tokens=int(FILL * microbatches * rows * length),
             )
         planned = next(plans)
-        batch = pack(documents(planned), rows=rows, sequence_length=length)
+        batch = pack(
+            documents(planned, replay=replayed is not None),
+            rows=rows,
+            sequence_length=length,
+            routed_experts=replayed,
+        )
         waited = time.perf_counter() - started
         state, report = trainer.step(state, batch, values_at(progress.rl_tokens))
         tokens = int(report.values["tokens"])
@@ -202,7 +209,16 @@ def reinforce(
 POLL_SECONDS = 0.1
 
 
-def open_planner(config: AsyncGrpoConfig, store: Store, check: Callable[[], None]) -> Planner | None:
+def replayed_experts(model: ModelConfig, config: AsyncGrpoConfig) -> tuple[int, int] | None:
+    """(MoE layers, k) of the experts that engines send and the loss replays; None if they do not."""
+    if not config.rollouts.capture_routed_experts:
+        return None
+    return model.num_moe_layers, model.num_experts_per_tok
+
+
+def open_planner(
+    config: AsyncGrpoConfig, store: Store, replayed: tuple[int, int] | None, check: Callable[[], None]
+) -> Planner | None:
     """The planner, in process 0 only. `check` is called between looks at the log and may raise."""
     if processes.process_index() != 0:
         return None
@@ -220,6 +236,7 @@ def open_planner(config: AsyncGrpoConfig, store: Store, check: Callable[[], None
             min_valid_fraction=section.min_valid_fraction,
             length_bin_edges=length_bin_edges(config.batch.sequence_length, section.length_bins),
             drop_no_signal=section.drop_no_signal,
+            routed_experts=replayed,
         ),
         outstanding_groups=config.rollouts.outstanding_groups,
         poll_seconds=POLL_SECONDS,
@@ -237,15 +254,18 @@ def length_bin_edges(longest: int, bins: int) -> tuple[int, ...]:
     return tuple(longest * part // bins for part in range(1, bins))
 
 
-def documents(planned: PlannedStep) -> list[Document]:
-    """What each planned row contributes: its trainable, fresh tokens, with one advantage for all of them."""
+def documents(planned: PlannedStep, *, replay: bool) -> list[Document]:
+    """What each planned row contributes: its trainable, fresh tokens, with one advantage for all of them.
+
+    replay: with the experts that the engine sent.
+    """
     return [
         Document(
             tokens=row.trajectory.token_ids,
             loss_weights=row.mask.astype(np.float32),
             behavior_logprobs=row.trajectory.behavior_logprobs,
             versions=row.trajectory.versions,
-            routed_experts=row.trajectory.routed_experts,
+            routed_experts=row.trajectory.routed_experts if replay else None,
             advantage=row.advantage,
             temperature=row.trajectory.temperature,
         )

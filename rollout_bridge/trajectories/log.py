@@ -34,6 +34,7 @@ class TrajectoryRef:
     """What selection needs to know of one trajectory, and where its row is.
 
     tokens: all of them, prompt included; version_counts: (version, trainable tokens of it), ascending.
+    routed_experts: (MoE layers, k) of what the engine sent, None if nothing.
     """
 
     segment: str
@@ -47,6 +48,7 @@ class TrajectoryRef:
     reward: float
     status: Status
     created_at: float
+    routed_experts: tuple[int, ...] | None = None
 
     @property
     def trainable_tokens(self) -> int:
@@ -73,6 +75,9 @@ def reference(trajectory: Trajectory, *, segment: str, row: int) -> TrajectoryRe
         reward=trajectory.reward,
         status=trajectory.status,
         created_at=trajectory.created_at,
+        routed_experts=None
+        if trajectory.routed_experts is None
+        else tuple(trajectory.routed_experts.shape[1:]),
     )
 
 

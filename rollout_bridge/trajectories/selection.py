@@ -27,6 +27,8 @@ class SelectionSettings:
     min_valid_fraction, boundary: smallest part of a group that must be valid for the rest to be used.
     drop_no_signal: drop groups whose rewards are all equal (their advantages are 0) instead of training on
         them.
+    routed_experts: (MoE layers, k) that replayed experts must have; a trajectory with others is dropped, one
+        without any is not. None: nothing is replayed.
     divide_by_std: GRPO's original normalisation instead of the plain group-mean baseline.
     """
 
@@ -36,6 +38,7 @@ class SelectionSettings:
     min_valid_fraction: float = 0.5
     boundary: Boundary = Boundary.INCLUSIVE
     length_bin_edges: tuple[int, ...] = LENGTH_BIN_EDGES
+    routed_experts: tuple[int, int] | None = None
     drop_no_signal: bool = False
     divide_by_std: bool = False
 
@@ -203,6 +206,10 @@ def _judge_group(
             dropped.append(("stale", ref))
         elif settings.target_tokens is not None and ref.tokens > settings.target_tokens:
             dropped.append(("too_long", ref))
+        elif None not in (settings.routed_experts, ref.routed_experts) and (
+            ref.routed_experts != settings.routed_experts
+        ):
+            dropped.append(("other_experts", ref))
         else:
             candidates.append(_Candidate(ref, slots_of[ref.member], advantage))
     return candidates, dropped

@@ -18,6 +18,7 @@ from jaxtrain.commands.fleet import (
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from rollout_bridge.engines.protocol import KvPolicy
+from rollout_bridge.serve import ServeError, server_settings
 from rollout_bridge.store import Store
 
 ROOT = Path(__file__).parents[3]
@@ -102,4 +103,14 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
     assert settings.state_directory == tmp_path / "x/server-0"
     assert (settings.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
     assert settings.extra_args == ("--seed=1",)
+    assert not settings.moe_routing
+    assert serve_settings(config("rollouts.capture_routed_experts=true")).moe_routing
     assert settings.max_model_len == config().batch.sequence_length
+
+
+def test_vllm_on_a_cpu_cannot_send_experts() -> None:
+    """Its model runner that does so is written for GPUs."""
+    settings = serve_settings(config("rollouts.capture_routed_experts=true"))
+    assert server_settings(settings, gpus=["0"]).return_routed_experts
+    with pytest.raises(ServeError, match="capture_routed_experts.*embedded"):
+        server_settings(settings, gpus=[])

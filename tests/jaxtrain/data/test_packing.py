@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,10 @@ def test_routed_experts_travel_with_their_input_tokens():
     assert (microbatch.routed_experts[0, 3:] == -1).all() and (microbatch.routed_experts[1] == -1).all()
     [without] = pack([unknown], rows=1, sequence_length=6).microbatches()
     assert without.routed_experts is None
+    filled = pack([unknown], rows=2, sequence_length=6, routed_experts=(2, 3))
+    assert jax.tree.structure(filled) == jax.tree.structure(batch)  # one program for both
+    assert filled.routed_experts is not None and filled.routed_experts.shape == (1, 2, 6, 2, 3)
+    assert (filled.routed_experts == -1).all()
     other = Document(tokens=tokens, loss_weights=weights, routed_experts=experts[:, :1])
     with pytest.raises(PackingError, match=r"\[\(1, 3\), \(2, 3\)\]"):
         pack([known, other], rows=2, sequence_length=6)

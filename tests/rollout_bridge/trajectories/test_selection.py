@@ -89,6 +89,19 @@ def test_no_signal_is_dropped_if_asked(store, make_group) -> None:
     assert [row.group_id for row in plan.drops["no_signal"]] == ["00000000"] * 2
 
 
+def test_experts_of_another_model_are_dropped_by_name(store, make_group) -> None:
+    """Groups of odd number have experts [tokens, 3 layers, 2 each], those of even number none."""
+    SegmentWriter(store, "w").append([*make_group(0, rewards=[0, 1]), *make_group(1, rewards=[0, 1])])
+    right = SelectionSettings(target_trajectories=4, routed_experts=(3, 2))
+    wrong = SelectionSettings(target_trajectories=2, routed_experts=(4, 2))
+    refs = LogReader(store).poll()
+    taken = select(refs, step=0, version=0, state=SelectionState(), settings=right)
+    assert taken.plan is not None and not taken.drops and len(taken.plan.rows) == 4
+    plan = planner(store, wrong).plan(0, 0, timeout=0)
+    assert ids(plan) == ["00000000/0", "00000000/1"]
+    assert [row.group_id for row in plan.drops["other_experts"]] == ["00000001"] * 2
+
+
 def test_token_target_is_a_capacity(store, make_group) -> None:
     # Lengths 2 + 3 = 5 each; 12 tokens hold two, and the third shows that the step is full.
     settings = SelectionSettings(target_tokens=12)
