@@ -89,8 +89,8 @@ def main() -> None:
             loss_function=policy(eps_low=config.rl.eps_low, eps_high=config.rl.eps_high),
             metric_names=POLICY_METRICS,
         )
-        ramp = config.rl.batch
-        tokens = int(arguments.tokens or ramp.end_tokens or ramp.start_tokens)
+        one = config.batch.rows * config.batch.sequence_length
+        tokens: int = arguments.tokens or config.rl.batch.end_tokens or one
         batch = random_batch(config, context.hf_config["vocab_size"], tokens)
         values = scheduled_values(config.rl)(10 * tokens * WARM_STEPS)
         state, _ = context.restore_or_initialize()
