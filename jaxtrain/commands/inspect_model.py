@@ -45,10 +45,8 @@ def inspect_model(
     Nothing is allocated. Bytes are those of float32 parameters, gradients and optimizer state.
     """
     from jaxtrain.config.optimization import OptimizerSection
-    from jaxtrain.models.config import ModelConfigError
     from jaxtrain.models.definition import define
     from jaxtrain.models.inspection import describe
-    from sharding.errors import ShardingError
 
     sizes = _mesh_sizes(mesh)
     try:
@@ -63,7 +61,7 @@ def inspect_model(
         if sizes:
             found["mesh"] = sizes
             found["bytes_per_device"] = _memory(definition, optimizer or OptimizerSection(), sizes)
-    except (ModelConfigError, ShardingError) as error:
+    except ValueError as error:  # of the model, of the mesh, or of a value that neither can use
         fail(f"{name}: {error}", status=WRONG_CONFIG)
     if json:
         print(json_module.dumps(found, indent=2))
@@ -94,6 +92,11 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
             given = json_module.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             fail(f"{path}: not JSON: {error}", status=WRONG_CONFIG)
+        if not isinstance(given, dict):
+            fail(
+                f"{path}: holds {type(given).__name__}, expected an object; name a Hugging Face config.json",
+                status=WRONG_CONFIG,
+            )
         return ModelConfig.from_hf(given | ({"vocab_size": vocabulary} if vocabulary else {})), None
     experiment = load(path, None, None)
     return experiment.model.decoder(vocab_size=vocabulary or 64), experiment.optimizer

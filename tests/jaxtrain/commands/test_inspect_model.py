@@ -56,3 +56,18 @@ def test_what_cannot_be_is_named(arguments: list[str], problem: str):
     result = run(*arguments)
     assert result.exit_code == 2
     assert problem in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[1, 2]", "holds list, expected an object"),
+        ("{", "not JSON"),
+        ('{"model_type": "llama", "vocab_size": 8}', "hidden_size"),
+        ('{"model_type": "gpt2"}', "gpt2"),
+    ],
+)
+def test_a_config_json_that_is_no_model_s(tmp_path: Path, text: str, problem: str):
+    (tmp_path / "config.json").write_text(text)
+    result = run(str(tmp_path))
+    assert result.exit_code == 2 and problem in result.output
