@@ -301,6 +301,9 @@ def row(
     staging = [report.total_ms - report.pause_ms for report in measured.reports]
     stalls = {policy: statistics.median(values) for policy, values in measured.stall.items()}
     reload_ms = statistics.median(measured.reload)
+    tensors = measured.reports[-1].tensors
+    experts = [source.name for source in run.sources if ".mlp.experts." in source.name]
+    layers = {name.partition(".mlp.experts.")[0] for name in experts}  # loaded as two tensors each
     ratios = [pause / loading for pause, loading in zip(pauses, loads, strict=True)]
     return {
         "model": name,
@@ -327,7 +330,8 @@ def row(
             "pause_over_load_and_pack": statistics.median(ratios),
             "pause_over_full_reload": statistics.median(pauses) / reload_ms,
             "canonical_bytes": sum(spec.nbytes for spec in run.tensors.values()),
-            "tensors": measured.reports[-1].tensors,
+            "tensors": tensors,
+            "loader_tensors": tensors - len(experts) + 2 * len(layers),
             "server_cores": len(arguments.server_cores),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load_average": os.getloadavg()[0],

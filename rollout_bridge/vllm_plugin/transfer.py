@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout_bridge.vllm_plugin.experts import Experts, Stacked, routed_experts, stack
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
 from rollout_bridge.vllm_plugin.units import held_here, untouched_units, whole_units
 
@@ -73,9 +74,11 @@ class Staging:
         *,
         rank: int,
         native_fp8: bool,
-        local: Mapping[str, Callable[[int], int]],
+        experts: Mapping[str, Experts],
+        pin: bool,
     ) -> None:
         self.request = request
+        self.names: list[str] = []
         self.weights: list[tuple[str, torch.Tensor]] = []
         self.error: str | None = None
         self.seconds = 0.0
@@ -84,7 +87,9 @@ class Staging:
         self._model = model
         self._rank = rank
         self._native_fp8 = native_fp8
-        self._local = local
+        self._experts = experts
+        self._pin = pin
+        self.stacked: list[Stacked] = []
         self._thread = threading.Thread(target=self._run, name=f"stage-v{request.version}", daemon=True)
         self._thread.start()
 
@@ -94,14 +99,22 @@ class Staging:
             tensors = MirrorTensors(self.request.mirror, version=self.request.version)
             packed = getattr(self._model, "packed_modules_mapping", {})
             changed = tensors.names if self.request.changed is None else self.request.changed
-            names = held_here(whole_units(changed, tensors.names, packed), local_experts(self._model), packed)
-            self.weights = list(tensors.load(names, native_fp8=self._native_fp8))
+            names = whole_units(changed, tensors.names, packed)
+            local = {unit: experts.local for unit, experts in self._experts.items()}
+            here = held_here(names, local, packed)
+            weights = self._recorded(tensors.load(here, native_fp8=self._native_fp8))
+            self.stacked, self.weights = stack(weights, self._experts, pin=self._pin)
         except Exception as error:  # reported to the agent by `status`, which raises it there
             logger.exception("staging version %d from %s failed", self.request.version, self.request.mirror)
             self.error = f"{type(error).__name__}: {error}"
         self.seconds = time.perf_counter() - began
         self._state = "failed" if self.error else "ready"
         self._report("staged", self.status())
+
+    def _recorded(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.names.append(name)
+            yield name, tensor
 
     def loaded(self) -> None:
         """Say that this worker has the version; the client reports it when all have."""
@@ -114,24 +127,15 @@ class Staging:
         os.replace(temporary, path)
 
     def status(self) -> dict[str, Any]:
-        """{"version", "state": "staging" | "ready" | "failed", "tensors", "seconds", "error"}."""
+        """{"version", "state": "staging" | "ready" | "failed", "tensors", "stacked", "seconds", "error"}."""
         return {
             "version": self.request.version,
             "state": self._state,
-            "tensors": len(self.weights),
+            "tensors": len(self.names),
+            "stacked": len(self.stacked),
             "seconds": self.seconds,
             "error": self.error,
         }
-
-
-def local_experts(model: torch.nn.Module) -> dict[str, Callable[[int], int]]:
-    """For `held_here`: of each module of routed experts."""
-    found: dict[str, Callable[[int], int]] = {}
-    for name, module in model.named_modules():
-        local = getattr(module, "_map_global_expert_id_to_local_expert_id", None)
-        if local is not None:
-            found[name.removesuffix(".routed_experts")] = local
-    return found
 
 
 @contextmanager
@@ -200,8 +204,9 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             self._default_model,
             rank=self.global_rank,
             native_fp8=self.vllm_config.quant_config is not None,
-            # Balancing replicates experts and moves them: all are loaded everywhere then.
-            local={} if self.parallel_config.enable_eplb else local_experts(self._default_model),
+            # Balancing replicates experts and moves them: the model's loader places all of them then.
+            experts={} if self.parallel_config.enable_eplb else routed_experts(self._default_model),
+            pin=self.device.type == "cuda",
         )
 
     def stage_status(self) -> dict[str, Any]:
@@ -226,10 +231,12 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             raise RuntimeError(f"version {update_info.version} asked for, staged is {self.stage_status()}")
         model: Any = self.model  # vLLM's models have load_weights; torch's type does not say so
         with _timed(staging), repacked_experts(model) if self.device.type == "cpu" else nullcontext():
-            loaded: Iterable[str] = model.load_weights(staging.weights) or ()
+            for stacked in staging.stacked:
+                stacked.load()
+            loaded: set[str] = model.load_weights(staging.weights) or set()
         left_out = untouched_units(
-            (name for name, _ in staging.weights),
-            loaded,
+            staging.names,
+            loaded | {stacked.name for stacked in staging.stacked},
             getattr(model, "packed_modules_mapping", {}),
             layers=self.model_config.hf_text_config.num_hidden_layers,
         )
