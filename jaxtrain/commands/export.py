@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
-from jaxtrain.commands.import_ import ALL_DEVICES, Destination
+from jaxtrain.commands.import_ import Destination
 
 
 class Format(StrEnum):
@@ -50,9 +50,10 @@ def export(
     """
     shard_bytes = shard_size(max_shard_size)
     log_to_stderr()
+    from jaxtrain.huggingface.devices import streaming_mesh
     from jaxtrain.huggingface.errors import HuggingFaceError
     from jaxtrain.huggingface.export import ExportFormat
-    from jaxtrain.huggingface.layout import DestinationError
+    from jaxtrain.huggingface.layout import DestinationError, read_config
     from jaxtrain.huggingface.reading import TruncatedError
     from jaxtrain.huggingface.saved import export_model
     from jaxtrain.models.config import ModelConfigError
@@ -62,7 +63,6 @@ def export(
     from rollout_bridge.quantization.plan import ServingLayout
     from sharding import processes
     from sharding.errors import ShardingError
-    from sharding.mesh import MeshSpec
 
     with naming(
         *(HuggingFaceError, DestinationError, TruncatedError, CheckpointError),
@@ -72,7 +72,7 @@ def export(
         export_model(
             source,
             destination,
-            MeshSpec(ici=ALL_DEVICES).build(),
+            streaming_mesh(read_config(source)),
             step=step,
             export_format=ExportFormat(format.value),
             serving=ServingLayout(tensor_parallel, expert_parallel),

@@ -25,9 +25,9 @@ def import_(
 ) -> None:
     """Import a Hugging Face checkpoint: BF16, F16, F32, or FP8 in blocks of 128x128.
 
-    The tensors stream onto all devices of this host (or, under a coordinator, of all hosts) and are saved as
-    a checkpoint, with config.json and the tokenizer beside it. Everything that does not fit the model is
-    named at once, before any memory is taken.
+    The tensors stream onto the devices of this host (or, under a coordinator, of all hosts), as many as share
+    hidden_size evenly, and are saved as a checkpoint, with config.json and the tokenizer beside it.
+    Everything that does not fit the model is named at once, before any memory is taken.
 
     A recipe can also start from SOURCE itself: `model.checkpoint: SOURCE`.
     """
@@ -42,17 +42,14 @@ def import_(
         kind, count = checkpoint.hf_config["model_type"], len(checkpoint.tensors)
         print(f"{source}: ok ({kind}, {count} tensors, {size:,} bytes)")
         return
-    from jaxtrain.huggingface.layout import DestinationError
+    from jaxtrain.huggingface.devices import streaming_mesh
+    from jaxtrain.huggingface.layout import DestinationError, read_config
     from jaxtrain.huggingface.reading import TruncatedError
     from jaxtrain.huggingface.saved import import_model
     from sharding import processes
     from sharding.errors import ShardingError
-    from sharding.mesh import MeshSpec
 
     with naming(HuggingFaceError, DestinationError, TruncatedError, ShardingError):
         processes.initialize()
-        import_model(source, destination, MeshSpec(ici=ALL_DEVICES).build())
+        import_model(source, destination, streaming_mesh(read_config(source)))
     print(f"{destination}: imported; start from it with model.checkpoint={destination}")
-
-
-ALL_DEVICES = {"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}
