@@ -132,7 +132,7 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
 # Measured by benchmarks/delta.py, preset `fast`, 4096x4096, RMS 1e-6 and 1e-5, interpolated (log-log) to
 # 2e-6, which is what Muon does at a learning rate of 1e-5: bytes a weight, BF16 bytes a second of one core.
 DELTA_BYTES_PER_WEIGHT = 0.0063
-ENCODE, DECODE = 1.2e9, 1.6e9
+ENCODE, DECODE = 1.0e9, 1.6e9
 # Data sheets: PCIe 5.0 x16 64 GB/s of which 50 are reached from pinned memory; HBM3e of an H200 4.8 TB/s, of
 # which 80% are reached; two CPUs of 48 cores or more. Assumed: 15 GB/s from memory that is not pinned.
 H200 = Rates(
