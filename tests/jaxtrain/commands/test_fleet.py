@@ -17,7 +17,7 @@ from jaxtrain.commands.fleet import (
 )
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
-from rollout_bridge.engines.protocol import KvPolicy
+from rollout_bridge.engines.protocol import KvPolicy, UpdateMode
 from rollout_bridge.serve import ServeError, server_settings
 from rollout_bridge.store import Store
 
@@ -97,12 +97,18 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
             "rollouts.server_port=8123",
             "rollouts.kv_policy=recompute_kv",
             "rollouts.server_args=[--seed=1]",
+            "rollouts.update_mode=drain",
+            "rollouts.servers=3",
+            "rollouts.servers_at_once=2",
+            "weights.tensor_parallel=2",
         )
     )
     assert settings.store == f"file://{tmp_path}/x/store"
     assert settings.state_directory == tmp_path / "x/server-0"
     assert (settings.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
     assert settings.extra_args == ("--seed=1",)
+    assert (settings.update_mode, settings.servers, settings.at_once) == (UpdateMode.DRAIN, 3, 2)
+    assert (settings.tensor_parallel, settings.data_parallel, settings.expert_parallel) == (2, 1, False)
     assert not settings.moe_routing
     assert serve_settings(config("rollouts.capture_routed_experts=true")).moe_routing
     assert settings.max_model_len == config().batch.sequence_length

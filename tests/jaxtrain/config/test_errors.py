@@ -111,6 +111,11 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
             "rollouts.max_tokens: 128 leaves no room for a prompt in batch.sequence_length 128",
         ),
         (
+            "rollouts={servers: 2, servers_at_once: 2}",
+            "rollouts.servers_at_once: 2 of rollouts.servers 2 would stop the whole fleet; it must be fewer "
+            "than all",
+        ),
+        (
             "batch.sequence_length=1024",
             "batch.sequence_length: 1024 is more than model.max_position_embeddings 512",
         ),
