@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,7 +39,7 @@ def main() -> None:
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling)
         samples = []
         for prompt, output in zip(PROMPTS, outputs, strict=True):
-            made = output.outputs[0]
+            made: Any = output.outputs[0]
             logprobs = [
                 step[token].logprob for step, token in zip(made.logprobs, made.token_ids, strict=True)
             ]

@@ -7,6 +7,7 @@ repeated past their number, merged layers by part, experts by `FusedMoEParallelC
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ LAYOUTS = [
 
 
 def takes(layer_tp: int, rows: int, columns: int, columns_here: int, rows_here: list[int]) -> bool:
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.tp_size = layer_tp
     try:
         validate_fp8_block_shape(layer, columns, rows, columns_here, rows_here, list(BLOCK))
@@ -62,7 +63,7 @@ def experts_take(size: int, serving: ServingLayout, monkeypatch: pytest.MonkeyPa
     tp = serving.tensor_parallel
     monkeypatch.setattr(moe, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(moe, "get_dp_group", lambda: SimpleNamespace(rank_in_group=0))
-    parallel = SimpleNamespace(
+    parallel: Any = SimpleNamespace(
         enable_expert_parallel=serving.expert_parallel, all2all_backend="", enable_eplb=False
     )
     slices = moe.FusedMoEParallelConfig.make(tp, 1, serving.data_parallel, 1, parallel).tp_size
