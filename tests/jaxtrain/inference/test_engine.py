@@ -70,12 +70,19 @@ def engine_of(**changes) -> EmbeddedEngine:
 
 def logprobs_of(params, prompt, tokens, *, temperature=1.0) -> np.ndarray:
     """Log-probabilities of `tokens` after `prompt` by one uncached pass."""
-    ids = jnp.asarray([*prompt, *tokens])[None]
+    length = len(prompt) + len(tokens)
+    ids = np.zeros((1, 64), np.int32)  # padded to one length, so that one program serves every call
+    ids[0, :length] = [*prompt, *tokens]
+    table = np.asarray(jax.nn.log_softmax(_uncached(params, ids) / temperature))
+    return table[np.arange(len(prompt) - 1, length - 1), np.asarray(tokens)]
+
+
+@jax.jit
+def _uncached(params, ids_1S):
+    """Logits [S, V]; later tokens, padding among them, change nothing before."""
     model = define(CONFIG).bind(params)
-    hidden, _ = model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-    table = np.asarray(jax.nn.log_softmax(model.logits(hidden)[0] / temperature))
-    at = np.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return table[at, np.asarray(tokens)]
+    hidden, _ = model(ids_1S, jnp.arange(ids_1S.shape[1])[None], jnp.ones_like(ids_1S))
+    return model.logits(hidden)[0]
 
 
 def run(coroutine):
