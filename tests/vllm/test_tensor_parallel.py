@@ -19,7 +19,6 @@ from tests.vllm.conftest import Deployment, server_settings
 
 LAYOUTS = {
     "tensor": {"tensor_parallel": 2},
-    "data": {"data_parallel": 2},
 }
 
 
