@@ -1,6 +1,7 @@
 # make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   the main job
 # make test       [ARGS="-k name"]                                      every test, a real vLLM server included
 # make faults                                                          the long fault matrices; a table in runs/faults.md
+# make proofs                                                          tests of minutes: SmolLM2, exports in vLLM, meshes
 # make lint                                                            style, import rules, types
 # make vllm       install the CPU build of vLLM;   make clean   remove what was built (runs/ stays)
 #
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart test faults lint vllm clean
+.PHONY: quickstart test faults proofs lint vllm clean
 
 PYTHON ?= python3
 NAME ?= quickstart
@@ -31,8 +32,17 @@ endif
 quickstart: $(CORE) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 	@$(BIN)/jaxtrain quickstart --config configs/quickstart.yaml --name $(NAME) rollouts.engine=$(ENGINE) $(ARGS)
 
+# Files side by side, then what starts servers and rings, which use all cores themselves.
 test: $(DEV) $(VLLM)
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vllm --ignore=tests/jaxtrain/recipes
+	$(BIN)/python -m pytest tests/vllm tests/jaxtrain/recipes
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
+
+proofs: $(DEV) $(VLLM)
+	$(BIN)/python -m pytest -m proof $(ARGS)
 
 faults: $(DEV) $(VLLM)
 	$(BIN)/python -m pytest -p tests.faults.report -m faults $(ARGS)

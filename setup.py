@@ -43,6 +43,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.8",
         "hypothesis>=6",
         "equinox>=0.13",
         "ruff>=0.14",

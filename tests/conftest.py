@@ -1,8 +1,12 @@
-"""Every test sees 8 simulated CPU devices: set before jax starts, which happens once a process."""
+"""Every test sees 8 simulated CPU devices, and programs that compile quickly rather than run quickly.
+
+Both are set before jax starts, which happens once a process; processes that tests start inherit them.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

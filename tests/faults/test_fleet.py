@@ -1,4 +1,4 @@
-"""Two servers of one agent: updates roll over them, and one that was away comes back at the newest version."""
+"""Two servers of one agent: updates roll over them, and one that was away comes back at the newest one."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ def samples(models) -> dict[str, list[dict[str, Any]]]:
     return dict(zip(models, map(json.loads, lines), strict=True))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("architecture", ["glm4_moe", "qwen3_moe"])
 def test_log_probabilities_of_its_own_samples_agree(models, samples, architecture: str) -> None:
     (directory,) = [d for d in models if Path(d).name == architecture]

@@ -31,6 +31,9 @@ PROMPTS = (
 TOKENS = 32
 
 
+pytestmark = pytest.mark.proof
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return smollm2.build(tmp_path_factory.mktemp("smollm2") / "model")

@@ -144,6 +144,7 @@ def test_loss_and_gradients_equal_those_of_one_device(axes):
     assert bool(around_the_ring) == ("context" in axes)
 
 
+@pytest.mark.proof
 def test_every_token_may_choose_the_experts_of_one_device():
     compiled, mesh = on_mesh(fsdp=2, expert=4)
     args = place(mesh, chosen_parameters(one_expert=True), CONFIG, batch())
@@ -153,6 +154,7 @@ def test_every_token_may_choose_the_experts_of_one_device():
     assert_equal(compiled(*args), wanted)
 
 
+@pytest.mark.proof
 def test_mtp_and_replayed_experts_are_those_of_one_device():
     """Where further tokens and replayed experts of a document lie on two devices."""
     shape = (ROWS, LENGTH, WITH_MTP.num_moe_layers, WITH_MTP.num_experts_per_tok)
