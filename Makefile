@@ -1,5 +1,5 @@
 # make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   the main job
-# make test       [ARGS="-k name"]                                      every test, a real vLLM server included
+# make test       [ARGS="-k name"]                                      every test of seconds, a real vLLM server included
 # make faults                                                          the long fault matrices; a table in runs/faults.md
 # make proofs                                                          tests of minutes: SmolLM2, exports in vLLM, meshes
 # make lint                                                            style, import rules, types

@@ -28,17 +28,6 @@ CASES = [
 QUICK = [("apply", 0)]
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    host = Host(tmp_path_factory.mktemp("agent"))
-    host.publish()
-    with host.clients():
-        host.start_agent()
-        host.until_served(1)
-        yield host
-    host.close()
-
-
 def check(host: Host, moment: str, after: int, record) -> None:
     assert host.agent is not None
     host.agent.kill()

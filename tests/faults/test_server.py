@@ -22,17 +22,6 @@ CASES = [case for case in itertools.product(POINTS, ACTIONS) if case not in NO_F
 QUICK = [("update", "die"), ("finish", "hang")]
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    host = Host(tmp_path_factory.mktemp("server"))
-    host.publish()
-    with host.clients():
-        host.start_agent()
-        host.until_served(1)
-        yield host
-    host.close()
-
-
 def check(host: Host, point: str, action: str, record) -> None:
     before = host.ack()
     host.arm(point, action)

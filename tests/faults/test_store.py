@@ -27,17 +27,6 @@ from tests.rollout_bridge.weights import tiny
 from tests.rollout_bridge.weights.test_faults import DAMAGES, damage
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    host = Host(tmp_path_factory.mktemp("store"))
-    host.publish()
-    with host.clients():
-        host.start_agent()
-        host.until_served(1)
-        yield host
-    host.close()
-
-
 @contextmanager
 def agent_stopped(host: Host) -> Iterator[None]:
     assert host.agent is not None
