@@ -22,6 +22,7 @@ from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
+from rollout_bridge.weights.parallel import default_threads
 from rollout_bridge.weights.pins import active_pins
 from rollout_bridge.weights.run import RunError
 from rollout_bridge.weights.subscriber import Subscriber
@@ -46,12 +47,14 @@ class AgentSettings:
     patience: how long trouble may last without a success between (no run yet, store out of reach, head out of
     reach, engine refusing updates) before the agent gives up. retry: first pause after a failure, doubled
     up to 30 times `poll`.
+    And decoders: threads that decode, verify and set the bits of a version; None: one a core, up to 32.
     """
 
     poll: float = 1.0
     heartbeat: float = 30.0
     patience: float = 1800.0
     retry: float = 0.5
+    decoders: int | None = None
 
 
 class SyncAgent:
@@ -88,8 +91,9 @@ class SyncAgent:
 
         Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
         """
-        mirror = await _in_thread(lambda: Mirror(self._mirror_dir))
-        subscriber = Subscriber(self.store, mirror, name=self.agent_id)
+        threads = self._settings.decoders or default_threads()
+        mirror = await _in_thread(lambda: Mirror(self._mirror_dir, threads=threads))
+        subscriber = Subscriber(self.store, mirror, name=self.agent_id, decoders=threads)
         try:
             while True:
                 try:

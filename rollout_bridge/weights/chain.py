@@ -7,19 +7,16 @@ digest. What is wrong with a version is a `BrokenVersion`; a store that cannot b
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Container, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from pydantic import ValidationError
 
 from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store, StoreError
+from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.manifest import (
     LATEST_KEY,
@@ -36,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Bits of NaN and infinity (E4M3 has no infinity, and one NaN of either sign).
 _NOT_FINITE = {"F8_E4M3": 0x7F, "BF16": 0x7F80, "F32": 0x7F800000}
-_KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
 
 
 def parse_latest(store: Store, data: bytes) -> Latest:
@@ -139,95 +135,19 @@ def _nbytes(links: Iterable[Link]) -> int:
     return sum(link.nbytes for link in links)
 
 
-class Blobs:
-    """Objects of the chain, fetched ahead on `threads`, the last ones kept up to `limit_bytes`.
-
-    A piece that is wrong is fetched `attempts` times in all before its version counts as broken.
-    """
-
-    def __init__(
-        self, store: Store, *, attempts: int = 3, threads: int = 4, limit_bytes: int = 2 << 30
-    ) -> None:
-        self._store = store
-        self._attempts = attempts
-        self._limit = limit_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
-        self._coming: dict[str, Future[bytes | None]] = {}
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
-
-    def prefetch(self, keys: Iterable[str]) -> None:
-        """Starts fetching objects that will be asked for soon."""
-        with self._lock:
-            for key in keys:
-                if key not in self._kept and key not in self._coming:
-                    self._coming[key] = self._pool.submit(self._store.read, key)
-
-    def piece(self, ref: ManifestRef, piece: Piece) -> bytes:
-        """The checked bytes of one piece of version `ref`. Raises `BrokenVersion`."""
-        key = ref.directory + piece.key
-        reason = ""
-        for _ in range(self._attempts):
-            data = self._object(key)
-            if data is None:
-                reason = "missing"
-            elif len(data) < piece.offset + piece.length:
-                reason = f"truncated: {len(data)} bytes, expected at least {piece.offset + piece.length}"
-            else:
-                content = data[piece.offset : piece.offset + piece.length]
-                found = xxhash.xxh3_128_hexdigest(content)
-                if found == piece.hash:
-                    return content
-                reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"
-            self._kept.pop(key, None)
-        raise BrokenVersion(ref, key, f"{reason} (read {self._attempts} times)")
-
-    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
-        """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`.
-
-        A blob that several pieces share is fetched, checked and read once, as long as it is among the last.
-        """
-        if piece.member is None:
-            return delta.decode_sparse(self.piece(ref, piece), before)
-        place = ref, piece.key, piece.offset, piece.length, piece.hash, before.dtype.itemsize
-        group = self._groups.pop(place, None)
-        if group is None:
-            group = delta.decode_group(self.piece(ref, piece), before.dtype)
-        self._groups[place] = group
-        while sum(kept.changes for kept in self._groups.values()) > _KEPT_CHANGES and len(self._groups) > 1:
-            self._groups.popitem(last=False)
-        return group.change(piece.member, before)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _object(self, key: str) -> bytes | None:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        with self._lock:
-            coming = self._coming.pop(key, None)
-        data = coming.result(timeout=self._store.timeout) if coming else self._store.read(key)
-        if data is not None:
-            self._kept[key] = data
-            while sum(map(len, self._kept.values())) > self._limit and len(self._kept) > 1:
-                self._kept.popitem(last=False)
-        return data
-
-
-def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_digest: int) -> Change:
+def fold(links: Sequence[Link], blobs: Blobs, name: str, old: np.ndarray, old_digest: int) -> Change:
     """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
 
     Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
     """
-    current = old
     current_digest = old_digest
-    touched: list[np.ndarray] = []
+    only = sum(len(link.pieces(name)) for link in links) == 1  # then nothing is read that was changed before
+    current = old
+    touched: list[Change] = []
     for link in links:
         ref, entry = link.ref, link.manifest.tensors[name]
         for piece in link.pieces(name):
-            if current is old:
+            if current is old and not only:
                 current = old.copy()
             before = np.ascontiguousarray(current[piece.slices])
             try:
@@ -238,10 +158,15 @@ def fold(links: Iterable[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
             indices = flat_indices(local, piece.rectangle, entry.shape)
             _check_finite(ref, name, entry.dtype, values)
             current_digest = digest.update(current_digest, indices, before.reshape(-1)[local], values)
-            current.reshape(-1)[indices] = values
-            touched.append(indices)
+            if not only:
+                current.reshape(-1)[indices] = values
+            touched.append(Change(name, indices, values))
         _check_digest(ref, name, current_digest, entry.digest_value)
-    indices = np.unique(np.concatenate(touched)) if touched else np.empty(0, np.int64)
+    if not touched:
+        return Change(name, np.empty(0, np.int64), np.empty(0, old.dtype))
+    if only:
+        return touched[0]
+    indices = np.unique(np.concatenate([change.indices for change in touched]))
     return Change(name, indices, current.reshape(-1)[indices])
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain, run
+from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.manifest import (
     ACKS_PREFIX,
@@ -174,7 +175,7 @@ def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, i
     links = links[first:]
     verified = 0
     broken: set[str] = set()
-    blobs = chain.Blobs(store)
+    blobs = Blobs(store)
     try:
         for name in links[0].manifest.tensors if links else ():
             spec = links[0].manifest.tensors[name].spec

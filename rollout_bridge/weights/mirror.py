@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_bridge.weights import journal, materialize, mirror_view
+from rollout_bridge.weights import journal, materialize, mirror_view, parallel
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.run import RunInfo
@@ -27,17 +27,22 @@ logger = logging.getLogger(__name__)
 
 _LOCK, _JOURNAL = "lock", "journal.bin"
 _NEW_TENSORS, _NEW_VERSION = "tensors.new.bin", "version.new.json"
+_APPLYING_BYTES = 1 << 30  # of a journal, at once
 
 
 class Mirror:
-    """Owner of a mirror directory: one process at a time. Others read it through `MirrorView`."""
+    """Owner of a mirror directory: one process at a time. Others read it through `MirrorView`.
 
-    def __init__(self, directory: str | Path) -> None:
+    threads: how many set the bits of an update.
+    """
+
+    def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
         """Opens or creates the directory and finishes what a crash interrupted.
 
         Raises `MirrorError` if another process owns it.
         """
         self.directory = Path(directory)
+        self._threads = threads
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.directory / _LOCK, "a+b")  # noqa: SIM115 - held until close()
         try:
@@ -140,7 +145,6 @@ class Mirror:
     def _recover(self) -> None:
         for path in self.directory.glob("*.tmp"):
             path.unlink()
-        (self.directory / _JOURNAL).with_suffix(".body").unlink(missing_ok=True)
         if (self.directory / _NEW_VERSION).exists():
             logger.warning("mirror %s: finishing an interrupted full version", self.directory)
             self._redo_replace()
@@ -169,8 +173,19 @@ class Mirror:
         if self._view is None:
             raise journal.JournalError(f"{self.directory / _JOURNAL}: belongs to a version that is not there")
         state, changes = journal.read(self.directory / _JOURNAL)
-        for change in changes:
-            self._view.writable(change.name).reshape(-1)[change.indices] = change.values
+        view = self._view
+
+        def apply(change: Change) -> None:
+            view.writable(change.name).reshape(-1)[change.indices] = change.values
+
+        for _ in parallel.in_order(
+            apply,
+            changes,  # one a tensor, in no order that matters
+            threads=self._threads,
+            cost=lambda change: change.indices.nbytes + change.values.nbytes,
+            limit=_APPLYING_BYTES,
+        ):
+            pass
         data = self._view.data
         assert isinstance(data, np.memmap)
         data.flush()

@@ -1,6 +1,7 @@
 """The fleet's side of the weight chain: brings a mirror to a version, whatever was missed or broken.
 
-Nothing of the mirror is touched before every blob of the change is fetched and every digest agrees. A version
+Nothing of the mirror is touched before every blob of the change is fetched and every digest agrees. Tensors
+are decoded on several threads, each verified where it is decoded, and journalled in their order. A version
 found broken is remembered and reported below `weights/quarantine/`, which makes the trainer publish a full
 version next; until then the mirror goes as far as the chain is good, or to the newest full version.
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights import chain, run
+from rollout_bridge.weights import chain, parallel, run
+from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.manifest import (
@@ -25,13 +28,16 @@ from rollout_bridge.weights.manifest import (
     ManifestRef,
 )
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorError, MirrorState
+from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.run import RunError, RunInfo
 from rollout_bridge.weights.update import Update
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _CACHED_MANIFESTS = 64
+_WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
+_PREFETCHED = 8  # tensors whose objects are on their way before a thread asks
 
 
 class Subscriber:
@@ -40,6 +46,8 @@ class Subscriber:
     name: says who found a version broken. attempts: reads of a blob before its version counts as broken.
     verify_bytes: after each update tensors are digested again from the mirror's own bytes, up to this many
         bytes, the changed ones first, in turn; the digests of the change itself are always checked.
+    decoders: threads that decode, verify and digest. in_flight_bytes: memory they may use together, about; a
+        tensor that needs more is decoded alone.
     """
 
     def __init__(
@@ -50,7 +58,11 @@ class Subscriber:
         name: str = "subscriber",
         attempts: int = 3,
         verify_bytes: int = 1 << 28,
+        decoders: int | None = None,
+        in_flight_bytes: int = 4 << 30,
     ) -> None:
+        if decoders is not None and decoders < 1:
+            raise ValueError(f"decoders: {decoders} is not a positive number of threads")
         self.store = store
         self.mirror = mirror
         self.name = name
@@ -59,6 +71,8 @@ class Subscriber:
         self.broken: dict[ManifestRef, str] = {}
         self._attempts = attempts
         self._verify_bytes = verify_bytes
+        self._decoders = decoders or parallel.default_threads()
+        self._in_flight_bytes = in_flight_bytes
         self._turn: dict[str, int] = {}  # tensor -> number of the update its bytes were last digested in
         self._updates = 0
         self._manifests: dict[ManifestRef, Manifest] = {}
@@ -84,7 +98,7 @@ class Subscriber:
         if self.mirror.state is None:
             return None
         try:
-            verified = self.mirror.verify()
+            verified = sum(self._digested(self.mirror.view, self.mirror.view.specs))
         except MirrorError as error:
             logger.error("%s", error)
             self.mirror.reset()
@@ -170,7 +184,7 @@ class Subscriber:
     def _move(self, links: list[Link]) -> Update:
         first, last = links[0], links[-1]
         state = MirrorState(last.ref, last.manifest.step, chain.digests_of(last.manifest))
-        blobs = chain.Blobs(self.store, attempts=self._attempts)
+        blobs = Blobs(self.store, attempts=self._attempts)
         started = time.monotonic()
         held = self.mirror.state
         try:
@@ -194,41 +208,79 @@ class Subscriber:
         )
         return self._update(changed, len(state.digests))
 
-    def _fill(self, links: list[Link], blobs: chain.Blobs, tensor: Callable[[str], np.ndarray]) -> None:
+    def _fill(self, links: list[Link], blobs: Blobs, tensor: Callable[[str], np.ndarray]) -> None:
         """A full version and the deltas after it, straight into the new file."""
         full, deltas = links[0], links[1:]
-        for name in _prefetching(list(full.manifest.tensors), links, blobs):
+
+        def fill(name: str) -> None:
             target = tensor(name)
             chain.fill(full, blobs, name, target)
             digest = full.manifest.tensors[name].digest_value
             change = chain.fold(deltas, blobs, name, target, digest)
             target.reshape(-1)[change.indices] = change.values
 
-    def _changes(self, links: list[Link], blobs: chain.Blobs, names: list[str]) -> Iterator[Change]:
+        for _ in self._decoded(fill, list(full.manifest.tensors), links, blobs):
+            pass
+
+    def _changes(self, links: list[Link], blobs: Blobs, names: list[str]) -> Iterator[Change]:
         view = self.mirror.view
-        for name in _prefetching(names, links, blobs):
-            yield chain.fold(links, blobs, name, view.tensor(name), view.state.digests[name])
+
+        def fold(name: str) -> Change:
+            return chain.fold(links, blobs, name, view.tensor(name), view.state.digests[name])
+
+        yield from self._decoded(fold, names, links, blobs)
         last = links[-1]
         for name in last.manifest.tensors.keys() - set(names):
             if last.manifest.tensors[name].digest_value != view.state.digests[name]:
                 raise BrokenVersion(last.ref, f"tensor {name}", "its digest moved, but no blob says how")
+
+    def _decoded(
+        self, work: Callable[[str], _Result], names: list[str], links: list[Link], blobs: Blobs
+    ) -> Iterator[_Result]:
+        """`work` of every tensor, in order, with the objects of the next ones already on their way."""
+        specs = links[-1].manifest.tensors
+
+        def fetched() -> Iterator[str]:
+            for position, name in enumerate(names):
+                for coming in names[position : position + _PREFETCHED]:
+                    blobs.prefetch(chain.objects_of(links, coming))
+                yield name
+
+        return parallel.in_order(
+            work,
+            fetched(),
+            threads=self._decoders,
+            cost=lambda name: _WORKING_BYTES * specs[name].spec.nbytes,
+            limit=self._in_flight_bytes,
+        )
 
     def _verify_bytes_of(self, changed: frozenset[str]) -> None:
         """Digests what is on disk, least recently checked first, within the budget of one update."""
         view = self.mirror.view
         self._updates += 1
         budget = self._verify_bytes
-        queue = sorted(view.specs, key=lambda name: (name not in changed, self._turn.get(name, 0)))
-        for name in queue:
+        checked: list[str] = []
+        for name in sorted(view.specs, key=lambda name: (name not in changed, self._turn.get(name, 0))):
             budget -= view.specs[name].nbytes
             if budget < 0:
                 break
-            try:
-                view.verify([name])
-            except MirrorError:
-                self.mirror.reset()
-                raise
-            self._turn[name] = self._updates
+            checked.append(name)
+        try:
+            for name, _ in zip(checked, self._digested(view, checked), strict=True):
+                self._turn[name] = self._updates
+        except MirrorError:
+            self.mirror.reset()
+            raise
+
+    def _digested(self, view: MirrorView, names: Iterable[str]) -> Iterator[int]:
+        """Compares the bits of each tensor with its digest. Raises `MirrorError` naming a wrong one."""
+        return parallel.in_order(
+            lambda name: view.verify([name]),
+            names,
+            threads=self._decoders,
+            cost=lambda name: 0,
+            limit=0,
+        )
 
     def _quarantine(self, error: BrokenVersion) -> None:
         if error.ref in self.broken:
@@ -250,11 +302,3 @@ class Subscriber:
             mirror=self.mirror.directory,
             verified=verified,
         )
-
-
-def _prefetching(names: list[str], links: list[Link], blobs: chain.Blobs, *, ahead: int = 8) -> Iterator[str]:
-    """`names`, with the objects of the next ones already on their way."""
-    for position, name in enumerate(names):
-        for coming in names[position : position + ahead]:
-            blobs.prefetch(chain.objects_of(links, coming))
-        yield name

@@ -1,0 +1,197 @@
+"""What bringing a mirror to the next version costs, by stage, with one decoding thread and with several.
+
+    python benchmarks/weight_sync_decode.py [--decoders 1 2] [--rms 1e-6] [--preset fast] [--versions 3]
+        [--experts 6] [--directory /dev/shm]
+
+A model of GLM-4.5's expert matrices (1536x5120, block FP8; 215M parameters by default) is published in
+`--versions` deltas; a subscriber and mirror for each number of threads take them in turn, each after the
+other. Prints one JSON object. `seconds` of a delta, by threads and stage, medians:
+
+    decode    fetched (from `--directory`), decoded, digests checked, journalled and synced
+    apply     the journal read back and checked, the bits set, mirror and version synced
+    verify    the changed tensors digested once more from the mirror (up to 256 MB)
+    advance   all of it
+
+speedup: of `decode` and `advance`, of the most threads over the fewest. serial_fraction: the part of `decode`
+that does not get faster with threads, 2 / speedup - 1 of two threads (Amdahl): a decoder on many cores
+cannot be faster than 1 / serial_fraction threads. gb_s: BF16 bytes of the model a second.
+full_advance: the same for a new reader of the full version, seconds. peak_mb: of decoding one delta, by
+threads, as Python and numpy allocate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rollout_bridge import names
+from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge.quantization.plan import plan_for
+from rollout_bridge.store import Store
+from rollout_bridge.weights import journal
+from rollout_bridge.weights import run as runs
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.publisher import Publisher, WriterSettings
+from rollout_bridge.weights.run import RunInfo
+from rollout_bridge.weights.subscriber import Subscriber
+
+
+def config(experts: int) -> dict[str, Any]:
+    """Two layers with the matrices of GLM-4.5's experts."""
+    return {
+        "model_type": "glm4_moe",
+        "vocab_size": 2048,
+        "hidden_size": 5120,
+        "intermediate_size": 1536,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "max_position_embeddings": 4096,
+    }
+
+
+class Stages:
+    """Seconds of the stages of one update, taken where one ends and the next begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        journal.write = self._timed("decode", journal.write)
+        Mirror._redo_journal = self._timed("apply", Mirror._redo_journal)
+        Subscriber._verify_bytes_of = self._timed("verify", Subscriber._verify_bytes_of)
+
+    def _timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return work(*arguments)
+            finally:
+                self.seconds[stage] += time.perf_counter() - began
+
+        return timed
+
+    def of(self, subscriber: Subscriber) -> dict[str, float]:
+        """Seconds of the next update of `subscriber`."""
+        self.seconds.clear()
+        began = time.perf_counter()
+        assert subscriber.advance() is not None
+        self.seconds["advance"] = time.perf_counter() - began
+        return dict(self.seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--decoders", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rms", type=float, default=1e-6)
+    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=6)
+    parser.add_argument("--directory", type=Path)
+    options = parser.parse_args()
+    hf_config = config(options.experts)
+    shapes = {source.name: source.shape for source in names.tensors(hf_config)}
+    run = RunInfo.new(hf_config, plan_for(shapes, architecture="glm4_moe", serving=None))
+    random = np.random.default_rng(0)
+    params = {
+        path: 0.02 * random.standard_normal(stacked_shape(group), np.float32)
+        for path, group in paths(run.sources).items()
+    }
+    stages = Stages()
+    seconds: dict[int, list[dict[str, float]]] = defaultdict(list)
+    full: dict[int, float] = {}
+    peak: dict[int, int] = {}
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        store = Store.open(f"{directory}/store")
+        runs.create_or_join(store, run)
+        settings = WriterSettings(preset=options.preset)
+        publisher = Publisher(store, run=run, full_every=1 << 20, settings=settings)
+        publisher.take_over()
+        readers = {
+            count: Subscriber(
+                store, Mirror(f"{directory}/{count}", threads=count), name=f"of-{count}", decoders=count
+            )
+            for count in options.decoders
+        }
+        for version in range(1, 3 + options.versions):
+            if version > 1:
+                for array in params.values():
+                    array += options.rms * random.standard_normal(array.shape, np.float32)
+            tree = {path: jax.numpy.array(array) for path, array in params.items()}
+            manifest = publisher.publish(tree, step=version).result(600)
+            for count, reader in readers.items():
+                if version == 2:  # memory only: following it slows everything down
+                    tracemalloc.start()
+                    reader.advance()
+                    peak[count] = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                    continue
+                found = stages.of(reader)
+                if version == 1:
+                    full[count] = found["advance"]
+                else:
+                    seconds[count].append(found)
+        bits = [
+            {name: reader.mirror.tensor(name) for name in reader.mirror.view.specs}
+            for reader in readers.values()
+        ]
+        same = all(np.array_equal(bits[0][name], other[name]) for other in bits for name in bits[0])
+        publisher.close()
+    medians = {
+        count: {stage: statistics.median(each[stage] for each in found) for stage in found[0]}
+        for count, found in seconds.items()
+    }
+    fewest, most = min(medians), max(medians)
+    speedup = {stage: medians[fewest][stage] / medians[most][stage] for stage in ("decode", "advance")}
+    bf16_bytes = manifest.stats.full_bytes_bf16
+    print(
+        json.dumps(
+            {
+                "benchmark": "weight_sync_decode",
+                "seconds": medians,
+                "speedup": speedup,
+                "serial_fraction": (most / speedup["decode"] - 1) / (most - 1) if most > fewest else None,
+                "gb_s": {
+                    count: {stage: bf16_bytes / 1e9 / of[stage] for stage in ("decode", "advance")}
+                    for count, of in medians.items()
+                },
+                "full_advance": full,
+                "peak_mb": {count: value / 1e6 for count, value in peak.items()},
+                "same_bits": same,
+                "parameters": bf16_bytes // 2,
+                "tensors": len(manifest.tensors),
+                "update_rms": options.rms,
+                "preset": options.preset,
+                "changed_fraction": manifest.stats.changed_fraction,
+                "delta_bytes": manifest.stats.delta_bytes,
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "load": os.getloadavg()[0],
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
