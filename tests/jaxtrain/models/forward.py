@@ -36,15 +36,24 @@ def forward(
     segment_ids: np.ndarray | None = None,
     *,
     config: ModelConfig = CONFIG,
+    return_experts: bool = False,
 ) -> tuple[jax.Array, RouterStatistics]:
-    """Logits [row, sequence, vocabulary] and router statistics; without the last two, a document a row."""
+    """Logits [row, sequence, vocabulary] and router statistics; without the last two, a document a row.
+
+    return_experts: the statistics hold the ids chosen.
+    """
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
     segment_ids = np.ones(tokens.shape, np.int32) if segment_ids is None else segment_ids
 
     @jax.jit
     def run(params):
         model = define(config).bind(params)
-        hidden, statistics = model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids))
+        hidden, statistics = model(
+            jnp.asarray(tokens),
+            jnp.asarray(positions),
+            jnp.asarray(segment_ids),
+            return_experts=return_experts,
+        )
         return model.logits(hidden), statistics
 
     return run(params)

@@ -5,12 +5,14 @@ Bounds: float32, relative to the largest magnitude; 1e-4 for logits, 1e-3 for ea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.models.config import ModelConfig
@@ -29,26 +31,70 @@ def pair(request):
     return hf_config, model, parameters(hf_config, state)
 
 
-def test_logits_equal_transformers_padded_and_packed(pair):
-    """One call holds a whole row, a padded one, and one with two documents and padding; the reference sees
-    each document alone, or padded under an attention mask."""
+@dataclass(frozen=True)
+class Pass:
+    """Results of both sides, of valid tokens alone and in the same order.
+
+    logits: float32 [token, vocabulary]. experts: ids in ascending order [MoE layer, token, k].
+    """
+
+    logits: np.ndarray
+    experts: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def passes(pair) -> tuple[Pass, Pass]:
+    """Ours and the reference's. One call of ours holds a whole row, a padded one, and one with two documents
+    and padding; the reference sees each document alone, or padded under an attention mask."""
     hf_config, model, params = pair
     config = ModelConfig.from_hf(hf_config, compute_dtype="float32")
-    rng = np.random.default_rng(0)
-    tokens = tokens_of(rng, 3, 24)
+    tokens = tokens_of(np.random.default_rng(0), 3, 24)
     segments = np.array([[1] * 24, [1] * 15 + [0] * 9, [1] * 8 + [2] * 13 + [0] * 3], np.int32)
     positions = np.array([[*range(24)], [*range(24)], [*range(8), *range(13), *range(3)]], np.int32)
-    ours, _ = forward(params, tokens, positions, segments, config=config)
+    logits, router = forward(params, tokens, positions, segments, config=config, return_experts=True)
+    valid = segments > 0
+    ours = Pass(np.asarray(logits)[valid], np.sort(np.moveaxis(np.asarray(router.experts)[valid], 1, 0)))
     ids = torch.tensor(tokens.astype(np.int64))
+    parts = [
+        reference_pass(model, ids[:2], valid[:2]),
+        reference_pass(model, ids[2:, :8]),
+        reference_pass(model, ids[2:, 8:21]),
+    ]
+    theirs = Pass(
+        np.concatenate([part.logits for part in parts]),
+        np.concatenate([part.experts for part in parts], axis=1),
+    )
+    return ours, theirs
+
+
+def reference_pass(model: PreTrainedModel, ids: torch.Tensor, valid: np.ndarray | None = None) -> Pass:
+    """transformers' pass over rows of one document each. Experts are what its routers hand to the experts."""
+    valid = np.ones(tuple(ids.shape), bool) if valid is None else valid
+    chosen = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[-1][-1])) for router in routers]
     with torch.no_grad():
-        mask = torch.tensor((segments[:2] > 0).astype(np.int64))
-        rows = model(ids[:2], attention_mask=mask).logits.numpy()
-        documents = [model(ids[2:, part]).logits.numpy() for part in (slice(0, 8), slice(8, 21))]
-    scale = 1e-4 * np.abs(rows).max()
-    assert np.abs(ours[0] - rows[0]).max() <= scale
-    assert np.abs(ours[1, :15] - rows[1, :15]).max() <= scale
-    assert np.abs(ours[2, :8] - documents[0][0]).max() <= scale
-    assert np.abs(ours[2, 8:21] - documents[1][0]).max() <= scale
+        logits = model(ids, attention_mask=torch.tensor(valid.astype(np.int64))).logits.numpy()
+    for hook in hooks:
+        hook.remove()
+    k = chosen[0].shape[-1] if chosen else 0
+    experts = [np.sort(layer.numpy().reshape(*valid.shape, -1)[valid]) for layer in chosen]
+    return Pass(logits[valid], np.stack(experts) if experts else np.zeros((0, int(valid.sum()), k), int))
+
+
+def test_logits_equal_transformers_padded_and_packed(passes):
+    ours, theirs = passes
+    assert np.abs(ours.logits - theirs.logits).max() <= 1e-4 * np.abs(theirs.logits).max()
+
+
+def test_routers_choose_the_experts_that_transformers_chooses(pair, passes):
+    """Every token, every layer: the same set of ids; and not one set for all."""
+    ours, theirs = passes
+    config = ModelConfig.from_hf(pair[0])
+    assert ours.experts.shape[::2] == (config.num_moe_layers, config.num_experts_per_tok)
+    np.testing.assert_array_equal(ours.experts, theirs.experts)
+    for layer in ours.experts:
+        assert len(np.unique(layer, axis=0)) >= 5
 
 
 def test_gradients_equal_torch(pair):
