@@ -27,25 +27,29 @@ def conditional_entropy_bytes_sparse(
 
     old_counts: (distinct old values, how often each occurs), or an array of counts indexed by value.
     """
-    if isinstance(old_counts, tuple):
-        values, counts = old_counts
-    else:
-        values, counts = np.flatnonzero(old_counts), np.asarray(old_counts)[np.flatnonzero(old_counts)]
     if changed_old.size == 0:
         return 0.0
     if changed_old.dtype.itemsize == 1 and changed_old.size > _MANY:
-        table = np.bincount(changed_old.astype(np.int64) << 8 | changed_new, minlength=1 << 16)
-        found = np.flatnonzero(table)
-        pairs, pair_counts = (found >> 8 << 32 | found & 0xFF).astype(np.uint64), table[found]
+        table = np.bincount(changed_old.astype(np.uint16) << 8 | changed_new, minlength=1 << 16)
+        pairs = np.flatnonzero(table)
+        olds, pair_counts = pairs >> 8, table[pairs]
     else:
-        keys = (changed_old.astype(np.uint64) << np.uint64(32)) | changed_new.astype(np.uint64)
+        both = np.uint32 if changed_old.dtype.itemsize <= 2 else np.uint64
+        width = both(8 * changed_old.dtype.itemsize)
+        keys = changed_old.astype(both) << width | changed_new
         pairs, pair_counts = np.unique(keys, return_counts=True)
-    place = np.searchsorted(values, (pairs >> np.uint64(32)).astype(values.dtype))
-    moved = np.zeros(len(values), np.int64)
-    np.add.at(moved, place, pair_counts)
-    stayed = counts.astype(np.int64) - moved
-    totals = counts[place].astype(np.float64)
-    bits = float((pair_counts * np.log2(totals / pair_counts)).sum())
-    partly = (moved > 0) & (stayed > 0)
-    bits += float((stayed[partly] * np.log2(counts[partly] / stayed[partly])).sum())
+        olds = (pairs >> width).astype(np.int64)
+    firsts = np.flatnonzero(np.diff(olds, prepend=-1))  # of the pairs of one old value
+    moved = np.add.reduceat(pair_counts, firsts)
+    if isinstance(old_counts, tuple):
+        values, counts = old_counts
+        totals = counts[np.searchsorted(values, olds[firsts].astype(values.dtype))]
+    else:
+        totals = np.asarray(old_counts)[olds[firsts]]
+    bits = float(
+        (pair_counts * np.log2(np.repeat(totals, np.diff(firsts, append=olds.size)) / pair_counts)).sum()
+    )
+    stayed = totals - moved
+    partly = stayed > 0
+    bits += float((stayed[partly] * np.log2(totals[partly] / stayed[partly])).sum())
     return bits / 8

@@ -142,39 +142,40 @@ def write(
     directory: str,
     label: str,
     preset: str,
-    threads: int,
+    pool: ThreadPoolExecutor,
+    ahead: int,
     object_bytes: int,
 ) -> Written:
     """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
 
     Changes of small tensors go together, so that a version costs by its elements and not by its tensors.
-    label: begins the names of the objects. On return every blob of the account is in the store.
+    label: begins the names of the objects. pool: encodes, up to `ahead` blobs in front of the one written. On
+    return every blob of the account is in the store.
     """
     account = Written(label)
     buffer = bytearray()
-    # A loop over one executor keeps the order of blobs, so objects hold neighbouring tensors.
-    with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
-        for group, (blob, part_digests) in _in_order(pool, _groups(patches), preset, ahead=4 * threads):
-            if buffer and len(buffer) + len(blob) > object_bytes:
-                _flush(store, directory, account, buffer)
-            blob_hash = xxhash.xxh3_128_hexdigest(blob)
-            for member, (patch, part_digest) in enumerate(zip(group, part_digests, strict=True)):
-                nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
-                entry = account.tensors.setdefault(patch.name, nothing)
-                entry.blobs.append(
-                    Piece(
-                        key=account.next_object,
-                        offset=len(buffer),
-                        length=len(blob),
-                        hash=blob_hash,
-                        rectangle=patch.rectangle,
-                        member=member if len(group) > 1 else None,
-                    )
+    # One loop keeps the order of blobs, so objects hold neighbouring tensors.
+    for group, (blob, part_digests) in _in_order(pool, _groups(patches), preset, ahead=ahead):
+        if buffer and len(buffer) + len(blob) > object_bytes:
+            _flush(store, directory, account, buffer)
+        blob_hash = xxhash.xxh3_128_hexdigest(blob)
+        for member, (patch, part_digest) in enumerate(zip(group, part_digests, strict=True)):
+            nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
+            entry = account.tensors.setdefault(patch.name, nothing)
+            entry.blobs.append(
+                Piece(
+                    key=account.next_object,
+                    offset=len(buffer),
+                    length=len(blob),
+                    hash=blob_hash,
+                    rectangle=patch.rectangle,
+                    member=member if len(group) > 1 else None,
                 )
-                entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
-                entry.changed += patch.changed
-                account.changed += patch.changed
-            buffer += blob
+            )
+            entry.digest = f"{digest.combine(int(entry.digest, 16), part_digest):016x}"
+            entry.changed += patch.changed
+            account.changed += patch.changed
+        buffer += blob
     if buffer:
         _flush(store, directory, account, buffer)
     for entry in account.tensors.values():

@@ -4,6 +4,7 @@ Invariants:
 - parameters are read by programs dispatched before `publish` returns, so the next step may donate them;
   everything slower happens on a background thread, one publication at a time;
 - the baseline is what the head decodes to, bit for bit, and moves only when the new manifest is durable;
+- what computes there does so on threads that give way to the training step (`WriterSettings.niceness`);
 - a trainer that another one has superseded moves nothing any more: `weights/latest` fences every commit;
 - the background thread launches no collectives, which it could interleave with those of the training step.
 """
@@ -278,7 +279,7 @@ class Publisher:
         full = list(self._extractor.full(job.bits)) if begin.kind is Kind.FULL else None
         change = None
         if baseline is not None and (full is None or begin.follows):
-            change = list(self._extractor.changes(job.bits, baseline))
+            change = self._writer.aside(lambda: list(self._extractor.changes(job.bits, baseline)))
         part = self._writer.write(begin, full=full, change=change)
 
         def durable() -> None:

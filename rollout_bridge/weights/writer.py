@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import chain, commit, encoder
@@ -28,11 +29,13 @@ from rollout_bridge.weights.manifest import (
 )
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorView
+from rollout_bridge.weights.priority import yielding_pool
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 Patches = Sequence[tuple[str, Patch]]  # each with the stacked array it belongs to
 
 
@@ -43,8 +46,10 @@ class WriterSettings:
     max_chain_fraction: a full version also when the deltas since the last one have grown to this part of it:
         a new reader then fetches at most about (1 + fraction) of a full version.
     preset: of the codec. object_bytes: blobs are packed into objects of about this size.
-    encoders: threads that encode. scratch: local directory for rebuilding the head on a restart; needs the
-        size of the quantised model. timeout: seconds to wait for other processes.
+    encoders: threads that compute: what changed, blobs, statistics. niceness: theirs, so that they take what
+        a training step on the same cores leaves (Linux; 0: as any thread).
+    scratch: local directory for rebuilding the head on a restart; needs the size of the quantised model.
+    timeout: seconds to wait for other processes.
     process, processes: which writer of how many this is; process 0 commits.
     """
 
@@ -52,6 +57,7 @@ class WriterSettings:
     preset: str = "small"
     object_bytes: int = 64 << 20
     encoders: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    niceness: int = 10
     scratch: str | Path | None = None
     timeout: float = 600.0
     process: int = 0
@@ -60,6 +66,8 @@ class WriterSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.processes:
             raise ValueError(f"process: {self.process} is not in [0, {self.processes})")
+        if not 0 <= self.niceness <= 19:
+            raise ValueError(f"niceness: {self.niceness} is not in [0, 19]")
 
 
 class ChainWriter:
@@ -82,6 +90,7 @@ class ChainWriter:
         self._full_bytes = 0
         self._reference = Reference()
         self._cleanup = contextlib.ExitStack()
+        self._pool = yielding_pool(settings.encoders, "encode", niceness=settings.niceness)
         self._order = {name: position for position, name in enumerate(run.tensors)}
 
     @property
@@ -126,7 +135,11 @@ class ChainWriter:
         """
         self._reference = Reference()
         self._reference.add(bits)
-        self.close()
+        self._remove_scratch()
+
+    def aside(self, work: Callable[[], _Result]) -> _Result:
+        """`work()`, by a thread that encodes: computing waits for the training step, waiting does not."""
+        return self._pool.submit(work).result()
 
     def begin(self, attempt: str, *, can_delta: bool) -> Begin:
         """Full, delta, or both: decided by process 0, which first makes sure that it still owns the run.
@@ -154,6 +167,7 @@ class ChainWriter:
     def write(self, begin: Begin, *, full: Patches | None, change: Patches | None) -> Part:
         """Encodes and writes the blobs of this process. full, change: what `begin` asks for of the two."""
         head, settings = self.head, self.settings
+        measured = None if change is None else self._pool.submit(self._reference.measure, change)
         changed = self._encode(change, "change-") if change is not None and full is not None else None
         written = self._encode(change if full is None else full, "")
         of_change = written if full is None else changed
@@ -163,7 +177,7 @@ class ChainWriter:
             change=None if changed is None else changed.tensors,
             full_bytes=0 if full is None else written.nbytes,
             delta_bytes=0 if of_change is None else of_change.nbytes,
-            reference_bytes=0.0 if change is None else self._reference.measure(change),
+            reference_bytes=0.0 if measured is None else measured.result(),
             changed=(of_change or written).changed,
         )
         if settings.processes > 1:
@@ -213,16 +227,18 @@ class ChainWriter:
                 attempt=part.attempt,
                 timeout=settings.timeout,
             )
-        manifest = commit.assemble(
-            self.run,
-            **place,
-            step=step,
-            kind=kind,
-            parent=head.manifest,
-            digests=self._digests,
-            parts=parts,
-            update_rms=update_rms,
-            attempt=part.attempt,
+        manifest = self.aside(
+            lambda: commit.assemble(
+                self.run,
+                **place,
+                step=step,
+                kind=kind,
+                parent=head.manifest,
+                digests=self._digests,
+                parts=parts,
+                update_rms=update_rms,
+                attempt=part.attempt,
+            )
         )
         ref = commit.create_manifest(self.store, manifest)
         latest = Latest(
@@ -238,7 +254,11 @@ class ChainWriter:
         return manifest
 
     def close(self) -> None:
-        """Removes the scratch files."""
+        """Ends the threads and removes the scratch files."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
         self.replayed = None
         self._cleanup.close()
 
@@ -250,7 +270,8 @@ class ChainWriter:
             directory=version_directory(head.version + 1, head.incarnation),
             label=f"{label}{settings.process:05d}",
             preset=settings.preset,
-            threads=settings.encoders,
+            pool=self._pool,
+            ahead=4 * settings.encoders,
             object_bytes=settings.object_bytes,
         )
 
@@ -274,4 +295,4 @@ class ChainWriter:
             self._chain_bytes += manifest.stats.delta_bytes
         if manifest.kind is Kind.FULL and not manifest.follows:
             self._reference = Reference()
-        self._reference.add(patches)
+        self.aside(lambda: self._reference.add(patches))
