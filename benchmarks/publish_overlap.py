@@ -1,12 +1,15 @@
 """How much publishing every step slows the trainer of `make quickstart` down.
 
     python benchmarks/publish_overlap.py [--config configs/quickstart.yaml --tokens 8192 --rounds 8 --steps 4]
+        [--trainer-cores 1]
 
 The trainer of an `async_grpo` config (its model, optimizer, policy loss and mesh) takes steps on one batch of
 random tokens as large as the config's at the end of its ramp. Rounds of `--steps` steps take turns: one
 without publication, one that publishes after every step to a store on disk, both in one process. On a CPU the
 encoder takes its cores from the training step; on an accelerator only the quantisation and the comparison run
-beside it. Prints one JSON object:
+beside it. `--trainer-cores N` makes a CPU resemble that: the training step, quantisation included, has the
+first N cores and the threads that publish the others, so that what is left is what an accelerator's host has
+too: the interpreter that both share, the program that quantises, memory bandwidth. Prints one JSON object:
 
     step_ms_alone, step_ms_publishing   medians of a step, the call of `publish` included
     slowdown                            their ratio less 1
@@ -27,6 +30,7 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -65,14 +69,28 @@ def random_batch(config: AsyncGrpoConfig, vocabulary: int, tokens: int) -> Batch
     )
 
 
+def pin_publisher(cores: set[int]) -> None:
+    """Moves the threads that publish to `cores`; those they start later are born there."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("publish", "encode")) and thread.native_id is not None:
+            os.sched_setaffinity(thread.native_id, cores)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
     parser.add_argument("--config", type=Path, default=quickstart)
     parser.add_argument("--tokens", type=int, help="of a step; the end of the config's ramp by default")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--trainer-cores", type=int, help="cores of the step; the others publish")
     arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    others = set(cores[arguments.trainer_cores :]) if arguments.trainer_cores else set()
+    if others:
+        os.sched_setaffinity(0, set(cores) - others)  # before there is a backend: its threads inherit it
     wall: dict[bool, list[float]] = {False: [], True: []}
     processor: dict[bool, list[float]] = {False: [], True: []}
     calls, background, publications = [], [], 0
@@ -97,6 +115,8 @@ def main() -> None:
         number = 0
         for turn in range(-1, 2 * arguments.rounds):
             publishing, publication = turn % 2 == 1, None
+            if others:
+                pin_publisher(others)
             for _ in range(WARM_STEPS if turn < 0 else arguments.steps):
                 number += 1
                 began, worked = time.perf_counter(), time.process_time()
@@ -142,7 +162,9 @@ def main() -> None:
                 "tensors": len(manifest.tensors),
                 "parameters": manifest.stats.full_bytes_bf16 // 2,
                 "tokens": int(batch.tokens.size),
-                "cores": os.cpu_count(),
+                "cores": len(cores),
+                "trainer_cores": len(cores) - len(others),
+                "niceness": publisher.settings.niceness,
                 "load": os.getloadavg()[0],
                 "machine": f"{platform.machine()} {jax.devices()[0].device_kind}",
                 "jax": jax.__version__,

@@ -152,6 +152,10 @@ class Publisher:
         return self._writer.run
 
     @property
+    def settings(self) -> WriterSettings:
+        return self._writer.settings
+
+    @property
     def head(self) -> Latest:
         """The head this publisher goes on from; version 0 if nothing is published yet."""
         return self._writer.head
