@@ -1,4 +1,4 @@
-"""`python offline_logprobs.py DIRECTORY...`: vLLM samples from each model.
+"""`python offline_logprobs.py DTYPE DIRECTORY...`: vLLM samples from each model, computing in DTYPE.
 
 Prints a JSON line a model: prompts and sampled tokens, with the log-probability of each at temperature 1.
 """
@@ -22,10 +22,11 @@ TOKENS = 24
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    for directory in sys.argv[1:]:
+    dtype, *directories = sys.argv[1:]
+    for directory in directories:
         engine = LLM(
             model=directory,
-            dtype="bfloat16",
+            dtype=dtype,
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=256,
