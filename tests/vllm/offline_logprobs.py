@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, Literal, cast
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -26,7 +26,7 @@ def main() -> None:
     for directory in directories:
         engine = LLM(
             model=directory,
-            dtype=dtype,
+            dtype=cast(Literal["bfloat16", "float32"], dtype),
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=256,
