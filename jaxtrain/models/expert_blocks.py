@@ -2,25 +2,26 @@
 
 In the even layout every expert has a block of rows as long as its capacity, a quarter above the mean load,
 and each matrix takes one batched product. When an expert has more rows than that, they are packed instead
-and a loop over experts takes them by windows, so no row is ever dropped. Both layouts have the same shapes:
-the choice is made on the device and compiles nothing.
+and taken by windows (`expert_windows`), so no row is ever dropped. Both layouts have the same shapes: the
+choice is made on the device and compiles nothing.
 """
 
-# N tokens, k experts a token, D model, E experts, F expert hidden, S slots, C capacity, W rows of a window
+# N tokens, k experts a token, D model, E experts, F expert hidden, S slots, C capacity
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.models import expert_windows
+from jaxtrain.models.expert_windows import Weights
+
 ROW_MULTIPLE = 64  # capacities are multiples of it, as matrix products like it
 SLACK = 1.25  # capacity over mean load: what an evenly loaded router stays under
-WINDOW = 256  # rows of one product of the packed layout: few copies of weights, little waste
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class Sizes:
 
     num_experts: int
     capacity: int
-    window: int
 
     @property
     def slots(self) -> int:
@@ -37,11 +37,10 @@ class Sizes:
 
     @classmethod
     def of(cls, pairs: int, num_experts: int) -> Sizes:
-        """For `pairs` (token, choice) pairs; leaves a window of room after the last packed row."""
+        """For `pairs` (token, choice) pairs, with room for the smallest window after the last packed row."""
         capacity = _round_up(int(SLACK * pairs / num_experts), ROW_MULTIPLE)
-        window = min(WINDOW, _round_up(pairs, ROW_MULTIPLE))
-        room = _round_up(-(-(pairs + window) // num_experts), ROW_MULTIPLE)
-        return cls(num_experts=num_experts, capacity=max(capacity, room), window=window)
+        room = _round_up(-(-(pairs + expert_windows.SIZES[-1]) // num_experts), ROW_MULTIPLE)
+        return cls(num_experts=num_experts, capacity=max(capacity, room))
 
 
 @jax.tree_util.register_dataclass
@@ -100,149 +99,78 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     sizes = Sizes.of(ids_Nk.size, gate_EDF.shape[0])
     layout = layout_of(ids_Nk, sizes)
-    scale_S = _take(weights_Nk.reshape(-1), layout.sources_S)
-
-    def run(products: Products) -> tuple[jax.Array, ...]:
-        rows_SD = _rows_of_tokens(x_ND, layout)
-        gate_SF = products.product(rows_SD, gate_EDF)
-        up_SF = products.product(rows_SD, up_EDF)
-        hidden_SF = jax.nn.silu(gate_SF) * up_SF * scale_S[:, None]
-        return _sum_of_choices(products.product(hidden_SF, down_EFD), layout), gate_SF, up_SF
-
-    out_ND, gate_SF, up_SF = _in_layout(layout, sizes, run)
-    return out_ND, (x_ND, weights_Nk, gate_EDF, up_EDF, down_EFD, layout, gate_SF, up_SF)
+    kernels = (gate_EDF, up_EDF, down_EFD)
+    rows_SD, scale_S = _rows_of_tokens(x_ND, layout), _take(weights_Nk.reshape(-1), layout.sources_S)
+    out_SD, gate_SF, up_SF = jax.lax.cond(
+        layout.even,
+        lambda: _even_forward(rows_SD, scale_S, kernels, sizes),
+        lambda: expert_windows.forward(rows_SD, scale_S, kernels, layout.starts_E, layout.counts_E),
+    )
+    return _sum_of_choices(out_SD, layout), (x_ND, weights_Nk, kernels, layout, gate_SF, up_SF)
 
 
 def _backward(residuals: tuple[Any, ...], grad_ND: jax.Array) -> tuple[Any, ...]:
-    x_ND, weights_Nk, gate_EDF, up_EDF, down_EFD, layout, gate_SF, up_SF = residuals
-    sizes = Sizes.of(weights_Nk.size, gate_EDF.shape[0])
-    scale_S = _take(weights_Nk.reshape(-1), layout.sources_S)
-
-    def run(products: Products) -> tuple[jax.Array, ...]:
-        rows_SD = _rows_of_tokens(x_ND, layout)
-        grad_SD = _rows_of_tokens(grad_ND, layout)
-        grad_scaled_SF = products.transposed_product(grad_SD, down_EFD)
-        sigmoid_SF = jax.nn.sigmoid(gate_SF)
-        silu_SF = gate_SF * sigmoid_SF
-        grad_hidden_SF = grad_scaled_SF * scale_S[:, None]
-        grad_scale_S = (grad_scaled_SF * silu_SF * up_SF).sum(-1)
-        grad_up_SF = grad_hidden_SF * silu_SF
-        grad_gate_SF = grad_hidden_SF * up_SF * (sigmoid_SF + silu_SF * (1 - sigmoid_SF))
-        grad_rows_SD = products.transposed_product(grad_gate_SF, gate_EDF)
-        grad_rows_SD = grad_rows_SD + products.transposed_product(grad_up_SF, up_EDF)
-        return (
-            _sum_of_choices(grad_rows_SD, layout),
-            _take(grad_scale_S, layout.slots_Nk),
-            products.outer(rows_SD, grad_gate_SF),
-            products.outer(rows_SD, grad_up_SF),
-            products.outer(silu_SF * up_SF * scale_S[:, None], grad_SD),
-        )
-
-    grad_x, grad_weights, grad_gate, grad_up, grad_down = _in_layout(layout, sizes, run)
+    x_ND, weights_Nk, kernels, layout, gate_SF, up_SF = residuals
+    sizes = Sizes.of(weights_Nk.size, kernels[0].shape[0])
+    rows_SD, grad_SD = _rows_of_tokens(x_ND, layout), _rows_of_tokens(grad_ND, layout)
+    of_rows = (rows_SD, grad_SD, gate_SF, up_SF, _take(weights_Nk.reshape(-1), layout.sources_S))
+    grad_rows_SD, grad_scale_S, grad_kernels = jax.lax.cond(
+        layout.even,
+        lambda: _even_backward(*of_rows, kernels, sizes),
+        lambda: expert_windows.backward(*of_rows, kernels, layout.starts_E, layout.counts_E),
+    )
     no_grad = np.zeros(weights_Nk.shape, jax.dtypes.float0)
-    return grad_x, no_grad, grad_weights, grad_gate, grad_up, grad_down
+    grad_weights_Nk = _take(grad_scale_S, layout.slots_Nk)
+    return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, *grad_kernels
 
 
 block_experts.defvjp(_forward, _backward)
 
 
-def _in_layout(
-    layout: Layout, sizes: Sizes, run: Callable[[Products], tuple[jax.Array, ...]]
-) -> tuple[jax.Array, ...]:
-    packed = Packed(sizes, layout.starts_E, layout.counts_E)
-    return jax.lax.cond(layout.even, lambda: run(Even(sizes)), lambda: run(packed))
+def _even_forward(rows_SD: jax.Array, scale_S: jax.Array, kernels: Weights, sizes: Sizes) -> Weights:
+    """As `expert_windows.forward`."""
+    gate_EDF, up_EDF, down_EFD = kernels
+    rows_ECD = _by_expert(rows_SD, sizes)
+    gate_ECF = jnp.einsum("ECD,EDF->ECF", rows_ECD, gate_EDF)
+    up_ECF = jnp.einsum("ECD,EDF->ECF", rows_ECD, up_EDF)
+    hidden_ECF = jax.nn.silu(gate_ECF) * up_ECF * _by_expert(scale_S[:, None], sizes)
+    out_ECD = jnp.einsum("ECF,EFD->ECD", hidden_ECF, down_EFD)
+    return _flat(out_ECD), _flat(gate_ECF), _flat(up_ECF)
 
 
-class Products(Protocol):
-    """The three products of a matrix [A, B] of each expert with the rows of that expert."""
-
-    def product(self, rows_SA: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        """rows @ weights -> [S, B]."""
-        ...
-
-    def transposed_product(self, rows_SB: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        """rows @ weights^T -> [S, A]."""
-        ...
-
-    def outer(self, rows_SA: jax.Array, grad_SB: jax.Array) -> jax.Array:
-        """rows^T @ grad -> [E, A, B]."""
-        ...
-
-
-@dataclass(frozen=True)
-class Even:
-    """Products of rows that lie `capacity` to an expert: one batched product each."""
-
-    sizes: Sizes
-
-    def product(self, rows_SA: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        return self._flat(jnp.einsum("ECA,EAB->ECB", self._by_expert(rows_SA), weights_EAB))
-
-    def transposed_product(self, rows_SB: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        return self._flat(jnp.einsum("ECB,EAB->ECA", self._by_expert(rows_SB), weights_EAB))
-
-    def outer(self, rows_SA: jax.Array, grad_SB: jax.Array) -> jax.Array:
-        return jnp.einsum("ECA,ECB->EAB", self._by_expert(rows_SA), self._by_expert(grad_SB))
-
-    def _by_expert(self, rows_SA: jax.Array) -> jax.Array:
-        return rows_SA.reshape(self.sizes.num_experts, self.sizes.capacity, -1)
-
-    def _flat(self, rows_ECA: jax.Array) -> jax.Array:
-        return rows_ECA.reshape(self.sizes.slots, -1)
+def _even_backward(
+    rows_SD: jax.Array,
+    grad_SD: jax.Array,
+    gate_SF: jax.Array,
+    up_SF: jax.Array,
+    scale_S: jax.Array,
+    kernels: Weights,
+    sizes: Sizes,
+) -> tuple[jax.Array, jax.Array, Weights]:
+    """As `expert_windows.backward`."""
+    gate_EDF, up_EDF, down_EFD = kernels
+    rows_ECD, dout_ECD = _by_expert(rows_SD, sizes), _by_expert(grad_SD, sizes)
+    dscaled_SF = _flat(jnp.einsum("ECD,EFD->ECF", dout_ECD, down_EFD))
+    *hidden, dscale_S = expert_windows.hidden_gradients(dscaled_SF, gate_SF, up_SF, scale_S)
+    dgate_ECF, dup_ECF, scaled_ECF = (_by_expert(x, sizes) for x in hidden)
+    drows_ECD = jnp.einsum("ECF,EDF->ECD", dgate_ECF, gate_EDF) + jnp.einsum("ECF,EDF->ECD", dup_ECF, up_EDF)
+    return (
+        _flat(drows_ECD),
+        dscale_S,
+        (
+            jnp.einsum("ECD,ECF->EDF", rows_ECD, dgate_ECF),
+            jnp.einsum("ECD,ECF->EDF", rows_ECD, dup_ECF),
+            jnp.einsum("ECF,ECD->EFD", scaled_ECF, dout_ECD),
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Products of rows without gaps. Experts go in order of their rows and the last window of each may reach
-    into the next one's, which then writes its own over them.
-    """
+def _by_expert(rows_SA: jax.Array, sizes: Sizes) -> jax.Array:
+    return rows_SA.reshape(sizes.num_experts, sizes.capacity, -1)
 
-    sizes: Sizes
-    starts_E: jax.Array
-    counts_E: jax.Array
 
-    def product(self, rows_SA: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        return self._rows(rows_SA, weights_EAB, "WA,AB->WB", weights_EAB.shape[2])
-
-    def transposed_product(self, rows_SB: jax.Array, weights_EAB: jax.Array) -> jax.Array:
-        return self._rows(rows_SB, weights_EAB, "WB,AB->WA", weights_EAB.shape[1])
-
-    def outer(self, rows_SA: jax.Array, grad_SB: jax.Array) -> jax.Array:
-        def of_expert(_: None, expert: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-            start, count = expert
-
-            def add(window: jax.Array, total_AB: jax.Array) -> jax.Array:
-                offset = window * self.sizes.window
-                own = jnp.arange(self.sizes.window) < count - offset
-                rows_WA = jnp.where(own[:, None], self._window(rows_SA, start + offset), 0)
-                return total_AB + rows_WA.T @ self._window(grad_SB, start + offset)
-
-            zeros = jnp.zeros((rows_SA.shape[1], grad_SB.shape[1]), rows_SA.dtype)
-            return None, jax.lax.fori_loop(0, self._windows(count), add, zeros)
-
-        return jax.lax.scan(of_expert, None, (self.starts_E, self.counts_E))[1]
-
-    def _rows(self, rows_SA: jax.Array, weights_EAB: jax.Array, spec: str, width: int) -> jax.Array:
-        def of_expert(
-            out_SB: jax.Array, expert: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, None]:
-            weights_AB, start, count = expert
-
-            def one(window: jax.Array, out_SB: jax.Array) -> jax.Array:
-                offset = start + window * self.sizes.window
-                value = jnp.einsum(spec, self._window(rows_SA, offset), weights_AB)
-                return jax.lax.dynamic_update_slice_in_dim(out_SB, value, offset, axis=0)
-
-            return jax.lax.fori_loop(0, self._windows(count), one, out_SB), None
-
-        out_SB = jnp.zeros((self.sizes.slots, width), rows_SA.dtype)
-        return jax.lax.scan(of_expert, out_SB, (weights_EAB, self.starts_E, self.counts_E))[0]
-
-    def _windows(self, count: jax.Array) -> jax.Array:
-        return -(-count // self.sizes.window)
-
-    def _window(self, rows_SA: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(rows_SA, start, self.sizes.window, axis=0)
+def _flat(rows_ECA: jax.Array) -> jax.Array:
+    return rows_ECA.reshape(-1, rows_ECA.shape[-1])
 
 
 def _rows_of_tokens(x_ND: jax.Array, layout: Layout) -> jax.Array:

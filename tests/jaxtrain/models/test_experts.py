@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.models.config import ExpertImplementation
 from jaxtrain.models.experts import routed_experts
 
-N, D, E, F, K = 150, 16, 5, 24, 2
+N, D, E, F, K = 700, 16, 5, 24, 2  # rows of one expert fill windows of three sizes
 
 
 def _routing(kind: str) -> np.ndarray:
