@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 from typer.core import TyperGroup
 
@@ -10,6 +12,7 @@ from jaxtrain.commands.import_ import import_
 from jaxtrain.commands.inspect import inspect
 from jaxtrain.commands.inspect_model import inspect_model
 from jaxtrain.commands.inspect_weights import inspect_weights
+from jaxtrain.commands.large_pages import use_large_pages
 from jaxtrain.commands.quickstart import quickstart
 from jaxtrain.commands.report import report
 from jaxtrain.commands.rollout import rollout
@@ -59,4 +62,6 @@ app.add_typer(inspection, name="inspect")
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["train"], ["rollout"]):  # those that compute
+        use_large_pages()
     app()

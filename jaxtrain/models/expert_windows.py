@@ -43,8 +43,8 @@ def forward(
 
         return _over_windows(count, rows_SD.shape[0], of_window, out), None
 
-    slots, hidden = rows_SD.shape[0], weights[0].shape[2]
-    empty = tuple(jnp.zeros((slots, width), rows_SD.dtype) for width in (rows_SD.shape[1], hidden, hidden))
+    hidden_SF = jnp.zeros((rows_SD.shape[0], weights[0].shape[2]), rows_SD.dtype)
+    empty = (jnp.zeros_like(rows_SD), hidden_SF, hidden_SF)
     return jax.lax.scan(of_expert, empty, (weights, starts_E, counts_E))[0]
 
 
