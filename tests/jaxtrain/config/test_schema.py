@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, as_plain
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+FROM_WEIGHTS = ("smollm2_rl.yaml",)  # the weights are named on the command line
 
 
 def quickstart(*overrides: str) -> AsyncGrpoConfig:
@@ -26,8 +28,15 @@ def quickstart(*overrides: str) -> AsyncGrpoConfig:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_config_shipped_is_valid(path: Path) -> None:
-    assert load_config(path).recipe in RECIPES
+def test_every_config_shipped_is_valid(path: Path, tmp_path: Path) -> None:
+    overrides = []
+    if path.name in FROM_WEIGHTS:
+        with pytest.raises(ConfigError):
+            load_config(path)
+        model = quickstart().model.hf_config(vocab_size=64, eos_token_id=0, pad_token_id=0)
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        overrides = [f"model.checkpoint={tmp_path}"]
+    assert load_config(path, overrides).recipe in RECIPES
 
 
 @pytest.mark.parametrize(
