@@ -92,6 +92,7 @@ def train(
     if progress.rl_steps == 0 and publications.published_step == progress.step:
         evaluations.request(publications.version, step=0)
     state, progress = reinforce(context, store, publications, evaluations, state, progress)
+    context.save(state, progress, force=True)  # the last version is what an export is of
 
     evaluations.request(publications.finish(state, progress), step=progress.rl_steps)
     evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))

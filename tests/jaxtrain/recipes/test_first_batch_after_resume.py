@@ -1,0 +1,195 @@
+"""The first batch after a resume comes from the restored weights, also of a host that still held older ones.
+
+Trainer, store, log, worker and engine are the real ones, in one process. The oracle of a version's
+log-probabilities is the decoder over whole sequences, on the checkpoint of that version's step, quantised on
+the host: no chain, no cache, no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxtrain.commands.environment import environment_of
+from jaxtrain.commands.fleet import run_worker
+from jaxtrain.config.load import load_config
+from jaxtrain.config.resume import claim_run
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.definition import define
+from jaxtrain.recipes import async_grpo
+from jaxtrain.training.checkpoint import Checkpointer
+from jaxtrain.training.checkpoint_reader import CheckpointReader
+from rollout_bridge import names
+from rollout_bridge.control import STATE_KEY
+from rollout_bridge.quantization import host
+from rollout_bridge.quantization.plan import Format
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.log import read_segment
+from rollout_bridge.trajectories.plan import read_plan
+from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.weights.chain import read_latest, read_manifest
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.run import RunInfo
+from rollout_bridge.weights.run import load as load_run
+from rollout_bridge.weights.subscriber import Subscriber
+from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
+
+STEPS = 2  # of RL before the resume; one after it
+LENGTH = 48
+TOLERANCE = 1e-4
+OVERRIDES = [
+    SMALL_MODEL,
+    "warm_start.steps=2",
+    "warm_start.batch={start_tokens: 768, end_tokens: 768}",
+    "rl.learning_rate={kind: constant, peak: 1e-2}",  # so that versions can be told apart
+    "rl.batch={start_tokens: 384, end_tokens: 384}",
+    f"batch={{rows: 8, sequence_length: {LENGTH}}}",
+    "checkpoint={every_steps: 1, keep: 9}",
+    # A batch of the trainer's own version, or none.
+    "trajectories={max_lag: 0, drop_no_signal: false, wait_timeout_s: 120}",
+    "environment={held_out_prompts: 8}",
+    "evaluation={prompts: 8, timeout_s: 120}",
+    "rollouts={max_tokens: 12, slots: 16, group_size: 4, outstanding_groups: 16, segment_groups: 2}",
+    "rollouts.lease_seconds=5",
+]
+
+
+def config(directory: Path, steps: int) -> AsyncGrpoConfig:
+    loaded = load_config(
+        ROOT / "configs/quickstart.yaml",
+        [*OVERRIDES, f"runs_dir={directory}", "name=ring", f"rl.steps={steps}"],
+    )
+    assert isinstance(loaded, AsyncGrpoConfig)
+    return loaded
+
+
+def run_ring(config: AsyncGrpoConfig, worker: str) -> None:
+    """The trainer until it is done, with one rollout worker."""
+
+    async def both() -> None:
+        working = asyncio.create_task(run_worker(config, environment_of(config, source=ROOT), worker))
+        await asyncio.to_thread(async_grpo.run, config, claim_run(config))
+        await working
+
+    asyncio.run(both())
+
+
+def served(run: RunInfo, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """What an engine computes with, of float32 master weights: BF16, by FP8 blocks where the plan says."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in names.from_tree(run.hf_config, {path: np.asarray(a) for path, a in arrays.items()}):
+        if run.plan.formats[name] is Format.f32:
+            tensors[name] = tensor
+            continue
+        bits = host.float32_to_bfloat16_bits(tensor)
+        if run.plan.formats[name] is Format.fp8_block:
+            bits = host.dequantize_block_fp8(*host.quantize_block_fp8(bits), name=name)
+        tensors[name] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+    return names.to_tree(run.hf_config, tensors.__getitem__)
+
+
+class Oracle:
+    """Log-probabilities of a trajectory's tokens under each version's checkpoint."""
+
+    def __init__(self, store: Store, run_dir: Path) -> None:
+        run, latest = load_run(store), read_latest(store)
+        assert run is not None and latest is not None
+        definition = define(ModelConfig.from_hf(run.hf_config, compute_dtype="float32"))
+        checkpoints = Checkpointer(run_dir / "checkpoints", keep=9, save_interval_steps=1)
+        self.params: dict[int, dict[str, np.ndarray]] = {}
+        ref = latest.manifest
+        while ref is not None:
+            manifest = read_manifest(store, ref, run)
+            stored = checkpoints._manager.restore(manifest.step)["arrays"]
+            arrays = {
+                path: np.asarray(stored[f"{'buffers' if path in definition.buffers else 'params'}/{path}"])
+                for path in definition.shapes
+            }
+            self.params[manifest.version] = served(run, arrays)
+            ref = manifest.parent
+        checkpoints.close()
+
+        @jax.jit
+        def table(params: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+            """Of the token after each of `ids`, [1, LENGTH]: log-probabilities at temperature 1."""
+            positions, segments = jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32)
+            model = definition.bind(params)
+            hidden, _ = model(ids, positions, segments)
+            return jax.nn.log_softmax(model.logits(hidden).astype(jnp.float32))[0]
+
+        self._table = table
+
+    def of(self, trajectory: Trajectory, version: int) -> np.ndarray:
+        """Of every token, as `version` would have it; that of the first is 0."""
+        ids = np.zeros((1, LENGTH), np.int32)
+        ids[0, : len(trajectory.token_ids)] = trajectory.token_ids
+        logprobs = np.asarray(self._table(self.params[version], ids))
+        size = len(trajectory.token_ids)
+        return np.concatenate([[0.0], logprobs[np.arange(size - 1), trajectory.token_ids[1:]]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """Compiling for eight would take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        one = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *_: one)
+        yield
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> AsyncGrpoConfig:
+    """A run stopped after `STEPS`, then resumed with another host, whose mirror is at the first version."""
+    directory = tmp_path_factory.mktemp("runs")
+    run_ring(config(directory, STEPS), "before")
+    longer = config(directory, STEPS + 1)
+    store = Store.open(longer.store_url)
+    mirror = Mirror(longer.run_dir / "workers" / "after" / "mirror")
+    assert Subscriber(store, mirror).advance(1) is not None
+    mirror.close()
+    store.delete(STATE_KEY)  # "finished": hosts would leave before the trainer is back
+    run_ring(longer, "after")
+    return longer
+
+
+def test_the_first_batch_after_a_resume_comes_from_the_restored_weights(resumed):
+    store = Store.open(resumed.store_url)
+    oracle = Oracle(store, resumed.run_dir)
+    restored = STEPS + 1
+    assert sorted(oracle.params) == list(range(1, restored + 2))
+    made = {
+        trajectory.trajectory_id: trajectory
+        for key in store.list("trajectories/")
+        for trajectory in read_segment(store, key)
+    }
+    plan = read_plan(store, STEPS)
+    assert plan is not None and plan.version == restored
+    batch = [made[row.trajectory_id] for row in plan.rows]
+    by_the_host = [trajectory for trajectory in made.values() if trajectory.worker.startswith("after")]
+    assert batch and by_the_host
+    assert min(trajectory.versions[trajectory.trainable].min() for trajectory in by_the_host) == restored
+    assert all((trajectory.versions[trajectory.trainable] >= restored).all() for trajectory in batch)
+    older = 0.0
+    for trajectory in batch + by_the_host:
+        version = int(trajectory.versions[trajectory.trainable][0])
+        # Tokens after an update may look at keys and values from before it.
+        told = trajectory.trainable & (trajectory.versions == version)
+        found = trajectory.behavior_logprobs[told]
+        np.testing.assert_allclose(found, oracle.of(trajectory, version)[told], rtol=0, atol=TOLERANCE)
+        older = max(older, np.abs(found - oracle.of(trajectory, version - 1)[told]).max())
+    assert older > 100 * TOLERANCE, "the oracle does not tell one version from the one before"
+
+
+def test_a_finished_run_leaves_its_last_weights_in_a_checkpoint(resumed):
+    """So that an export is of them, whatever the interval."""
+    latest = read_latest(Store.open(resumed.store_url))
+    assert latest is not None
+    assert CheckpointReader(resumed.run_dir / "checkpoints").step == latest.step
