@@ -25,7 +25,8 @@ VERSION = 1
 _DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 _DENSE_FROM = 0.25  # changed fraction from which sending every value is tried
 _CLASSES_ARE_CHEAP = 1 << 16  # elements up to which telling classes apart costs no time worth saving
-_RARE = 256  # elements a change up to which telling classes apart is left out by the preset fast
+_RARE = 256  # elements a change up to which the preset fast tells classes apart only if that saves much
+_WORTH_A_PASS = 0.25  # part of the update that it has to save then
 _SAMPLE_RUNS, _SAMPLE_RUN = 8, 1 << 13
 _PLANES_FROM = 1 << 12  # changes from which planes may be shorter than a stream
 _STREAM_UP_TO = 1 << 16  # changes up to which a stream takes little time
@@ -118,9 +119,14 @@ def encode_sparse(
     old_flat = None if old is None else np.ascontiguousarray(old).reshape(-1)
     if ranks is not None:
         changes = places.of_ranks(old_values, ranks)
-    elif old_flat is not None and not (fast and size > _CLASSES_ARE_CHEAP and indices.size * _RARE > size):
-        effort = places.Effort.two if fast and size > _CLASSES_ARE_CHEAP else places.Effort.all
-        changes = places.by_class(indices, old_values, new_values, old_flat, effort)
+    elif old_flat is None:
+        changes = places.of_whole(indices, size)
+    elif not fast or size <= _CLASSES_ARE_CHEAP:
+        changes = places.by_class(indices, old_values, new_values, old_flat, places.Effort.all)
+    elif (
+        indices.size * _RARE <= size or places.saved_by_two(old_values, new_values, old_flat) > _WORTH_A_PASS
+    ):
+        changes = places.by_class(indices, old_values, new_values, old_flat, places.Effort.two)
     else:
         changes = places.of_whole(indices, size)
     candidates = []
