@@ -20,6 +20,7 @@ _VALUE_FACTOR = np.uint64(0xD1342543DE82EF95)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _CHUNK = 1 << 15
+_RAMP = np.arange(_CHUNK, dtype=np.uint64) * _INDEX_FACTOR
 
 
 def digest(bits: np.ndarray, *, start: int = 0) -> int:
@@ -27,14 +28,15 @@ def digest(bits: np.ndarray, *, start: int = 0) -> int:
     row-major.
     """
     flat = _unsigned(bits).reshape(-1)
-    ramp = np.arange(min(_CHUNK, max(flat.size, 1)), dtype=np.uint64) * _INDEX_FACTOR
+    count = min(_CHUNK, flat.size)
+    values, shifted = np.empty((2, count), np.uint64)  # taken once, paged once: threads wait for each other there
     total = 0
     for begin in range(0, flat.size, _CHUNK):
-        values = flat[begin : begin + _CHUNK].astype(np.uint64)
-        values *= _VALUE_FACTOR
-        values += ramp[: values.size]
-        values += np.uint64((start + begin) * int(_INDEX_FACTOR) % MODULUS)
-        total += int(_finalise(values).sum(dtype=np.uint64))
+        here = slice(0, min(_CHUNK, flat.size - begin))
+        np.multiply(flat[begin : begin + _CHUNK], _VALUE_FACTOR, out=values[here], dtype=np.uint64)
+        values[here] += _RAMP[here]
+        values[here] += np.uint64((start + begin) * int(_INDEX_FACTOR) % MODULUS)
+        total += int(_finalise(values[here], shifted[here]).sum(dtype=np.uint64))
     return total % MODULUS
 
 
@@ -117,9 +119,9 @@ def combine(*parts: int) -> int:
     return sum(parts) % MODULUS
 
 
-def _finalise(values: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser, in place: a bijection of 64-bit words."""
-    shifted = values >> np.uint64(30)
+def _finalise(values: np.ndarray, shifted: np.ndarray | None = None) -> np.ndarray:
+    """The splitmix64 finaliser, in place: a bijection of 64-bit words. shifted: memory of the same size."""
+    shifted = np.right_shift(values, np.uint64(30), out=shifted)
     values ^= shifted
     values *= _FIRST
     np.right_shift(values, np.uint64(27), out=shifted)

@@ -57,7 +57,7 @@ class Subscriber:
         *,
         name: str = "subscriber",
         attempts: int = 3,
-        verify_bytes: int = 1 << 28,
+        verify_bytes: int = 1 << 26,
         decoders: int | None = None,
         in_flight_bytes: int = 4 << 30,
     ) -> None:

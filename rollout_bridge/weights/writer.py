@@ -46,8 +46,9 @@ class WriterSettings:
     max_chain_fraction: a full version also when the deltas since the last one have grown to this part of it:
         a new reader then fetches at most about (1 + fraction) of a full version.
     preset: of the codec. object_bytes: blobs are packed into objects of about this size.
-    encoders: threads that compute: what changed, blobs, statistics. niceness: theirs, so that they take what
-        a training step on the same cores leaves (Linux; 0: as any thread).
+    encoders: threads that compute: what changed, blobs, statistics; by default one for two cores, up to 8.
+        niceness: theirs, so that they take what a training step on the same cores leaves (Linux; 0: as any
+        thread).
     scratch: local directory for rebuilding the head on a restart; needs the size of the quantised model.
     timeout: seconds to wait for other processes.
     process, processes: which writer of how many this is; process 0 commits.
@@ -56,7 +57,7 @@ class WriterSettings:
     max_chain_fraction: float = 1.0
     preset: str = "small"
     object_bytes: int = 64 << 20
-    encoders: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    encoders: int = field(default_factory=lambda: min(8, max(1, (os.cpu_count() or 1) // 2)))
     niceness: int = 10
     scratch: str | Path | None = None
     timeout: float = 600.0
