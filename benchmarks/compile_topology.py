@@ -1,10 +1,14 @@
-"""Compiles the gradient program of a published model for TPUs that are not here, and prints what it needs.
+"""Compiles the training step of a published model for TPUs that are not here, and prints what it needs.
 
-    PYTHONPATH=<directory with libtpu> python benchmarks/compile_topology.py \
-        --model glm4_5_air --topology v5p:4x4x4 --mesh fsdp=4,expert=16 --rows 64 --sequence 4096
+    pip install --target DIRECTORY --no-deps libtpu    # jax.version's requirement of jax[tpu]
+    PYTHONPATH=.:DIRECTORY python benchmarks/compile_topology.py \
+        --model glm4_5_355b --topology v5p:8x8x4 --mesh fsdp=8,expert=32 --rows 256 --sequence 4096
 
-Prints one JSON object: bytes of a device's memory (arguments, temporaries), compile seconds, and collectives
-by kind and mesh axes. Experts travel nowhere over the expert axis: `expert_gathers` must be 0.
+One JSON object a program (`accumulate`: forward and gradient of a microbatch; `apply`: the step with Muon):
+compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes` is what must
+fit into `memory_bytes`. Three numbers must be 0: `over_memory_bytes`, `expert_gathers` (all-gathers over the
+expert axis of an expert matrix or more: experts travel nowhere), and `rematerialised` (arrays that the
+partitioner could only get from one layout to another by giving all of it to every device).
 """
 
 from __future__ import annotations
@@ -12,34 +16,51 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 DUMP = tempfile.mkdtemp(prefix="compile_topology_")
 # The text of a program with asynchronous ragged exchanges cannot be read back through jax; the compiler's own
-# copy can. Both variables are read when jax starts.
+# copy can. All variables are read when jax starts.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*accumulate.*"
+    f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*(accumulate|apply).*"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ["TPU_STDERR_LOG_LEVEL"] = "1"  # warnings
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 from jaxtrain.config.model import ModelSection  # noqa: E402
 from jaxtrain.data.batch import Batch  # noqa: E402
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token  # noqa: E402
 from jaxtrain.models.config import ModelConfig  # noqa: E402
 from jaxtrain.models.definition import define  # noqa: E402
-from jaxtrain.training.step import LossScales  # noqa: E402
-from jaxtrain.training.trainer import abstract_state, compile_apply, compile_programs, place  # noqa: E402
+from jaxtrain.optim.muon import MuonConfig  # noqa: E402
+from jaxtrain.optim.optimizer import OptimizerConfig, build  # noqa: E402
+from jaxtrain.training.step import LossScales, StepInputs  # noqa: E402
+from jaxtrain.training.trainer import (  # noqa: E402
+    abstract_state,
+    compile_apply,
+    compile_programs,
+    place,
+    sharded_shapes,
+)
 from sharding.collectives import collectives, totals  # noqa: E402
 from sharding.mesh import MeshSpec  # noqa: E402
 
 VOCABULARY = 151_552  # GLM-4.5's
+# Of a chip, by the first part of a topology's name; a core of v5p and later addresses all of it.
+MEMORY_BYTES = {"v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30, "tpu7x": 192 * 2**30}
+REMATERIALISED = "Involuntary full rematerialization"
 
 
 def main() -> None:
@@ -51,17 +72,34 @@ def main() -> None:
     )
     hf_config = section.hf_config(vocab_size=VOCABULARY, eos_token_id=0, pad_token_id=0)
     config = ModelConfig.from_hf(hf_config, expert_implementation="ragged", remat=arguments.remat)
-    definition, optimizer = define(config), optax.adamw(1.0)
+    common = {
+        "model": arguments.model,
+        "topology": arguments.topology,
+        "mesh": axes,
+        "batch": [arguments.rows, arguments.sequence],
+    }
+    for name, lowered in lower(arguments, config, mesh):
+        if name in arguments.programs.split(","):
+            print(json.dumps(common | {"program": name} | measure(name, lowered, config, mesh, arguments)))
+
+
+def lower(
+    arguments: argparse.Namespace, config: ModelConfig, mesh: Mesh
+) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """Both programs by name, each lowered when asked for."""
+    definition = define(config)
+    muon = MuonConfig(iteration_dtype="bfloat16", momentum_dtype=arguments.momentum_dtype)
+    optimizer = build(OptimizerConfig(muon=muon), sharded_shapes(definition, mesh))
     placement = place(definition, optimizer, mesh)
-
-    def on_devices(shapes, shardings):
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
-
+    state: Any = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        abstract_state(definition, optimizer),
+        placement.state,
+    )
     shape = (arguments.rows, arguments.sequence)
-    integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.rows)
-    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement.rows)
+    integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.rows)
+    floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement.rows)
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement.replicated)
     batch = Batch(
         tokens=integers, targets=integers, loss_weights=floats, segment_ids=integers, positions=integers,
         behavior_logprobs=floats, advantages=floats, temperature=floats, versions=integers,
@@ -70,59 +108,93 @@ def main() -> None:
         definition, optimizer, placement, loss_function=next_token, metric_names=NEXT_TOKEN_METRICS,
         step=compile_apply(optimizer, placement, clip_norm=1.0),
     )  # fmt: skip
-    state = on_devices(abstract_state(definition, optimizer), placement.state)
-    scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement.replicated)
-    lowered = programs.accumulate.lower(
-        state, jax.eval_shape(programs.zero), batch, LossScales(balance=scale, mtp=scale)
+    sums: Any = jax.eval_shape(programs.zero)
+    yield (
+        "accumulate",
+        programs.accumulate.lower(state, sums, batch, LossScales(balance=scalar, mtp=scalar)),
     )
-    started = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - started
+    inputs = StepInputs(learning_rate=scalar, router_bias_rate=scalar)
+    yield "apply", programs.apply.lower(state, replace(sums, metrics={}, noise=None), inputs)
+
+
+def measure(
+    name: str, lowered: jax.stages.Lowered, config: ModelConfig, mesh: Mesh, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Compiles; seconds are of this process, which may share its cores."""
+    wall, processor = time.perf_counter(), time.process_time()
+    with compiler_messages() as messages:
+        compiled = lowered.compile()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    (text,) = Path(DUMP).glob(f"*{name}*.after_optimizations.txt")
+    found = collectives(text.read_text(), mesh)
+    one_expert = 2 * config.hidden_size * config.moe_intermediate_size // mesh.shape.get("tensor", 1)
+    gathers = [c for c in found if c.kind == "all-gather" and "expert" in c.axes and c.bytes >= one_expert]
     memory = compiled.memory_analysis()
-    found = collectives(next(Path(DUMP).glob("*.after_optimizations.txt")).read_text(), mesh)
-    local_experts = (
-        config.n_routed_experts
-        * config.hidden_size
-        * config.moe_intermediate_size
-        * 2
-        // (mesh.shape.get("fsdp", 1) * mesh.shape.get("tensor", 1))
+    assert memory is not None, "this compiler reports no memory"
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
     )
-    gathers = [c for c in found if c.kind == "all-gather" and "expert" in c.axes and c.bytes >= local_experts]
-    print(
-        json.dumps(
+    available = MEMORY_BYTES[arguments.topology.partition(":")[0]]
+    return {
+        "compile_s": round(wall, 1),
+        "compile_processor_s": round(processor, 1),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": peak,
+        "memory_bytes": available,
+        "over_memory_bytes": max(0, peak - available),
+        "expert_gathers": len(gathers),
+        "rematerialised": sum(REMATERIALISED in line for line in messages),
+        "collectives": [
             {
-                "model": arguments.model,
-                "topology": arguments.topology,
-                "mesh": axes,
-                "batch": shape,
-                "compile_s": round(seconds, 1),
-                "argument_bytes": memory.argument_size_in_bytes,
-                "temporary_bytes": memory.temp_size_in_bytes,
-                "expert_gathers": len(gathers),
-                "collectives": [
-                    {
-                        "kind": t.kind,
-                        "axes": t.axes,
-                        "count": t.count,
-                        "runs": t.executions,
-                        "runs_known": t.complete,
-                        "wire_bytes": t.wire_bytes,
-                    }
-                    for t in totals(found)
-                ],
+                "kind": t.kind,
+                "axes": t.axes,
+                "count": t.count,
+                "runs": t.executions,
+                "runs_known": t.complete,
+                "wire_bytes": t.wire_bytes,
             }
-        )
-    )
+            for t in totals(found)
+        ],
+    }
+
+
+@contextmanager
+def compiler_messages() -> Iterator[list[str]]:
+    """Lines that are written to standard error inside, complete afterwards; shown if an exception leaves."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        except BaseException:
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            os.write(real, file.read())
+            raise
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            file.seek(0)
+            lines.extend(file.read().decode(errors="replace").splitlines())
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="glm4_5_air", help="a preset of the model section")
     parser.add_argument("--topology", default="v5p:4x4x4")
     parser.add_argument("--mesh", default="fsdp=4,expert=16", help="axes and sizes, outermost first")
+    parser.add_argument("--programs", default="accumulate,apply", help="one or both of them")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--remat", default="full", choices=["none", "full", "dots"])
+    parser.add_argument("--momentum-dtype", default="float32", choices=["float32", "bfloat16"])
     return parser.parse_args()
 
 
