@@ -5,16 +5,18 @@
         --model glm4_5_355b --topology v5p:8x8x4 --mesh fsdp=8,expert=32 --rows 256 --sequence 4096
 
 One JSON object a program (`accumulate`: forward and gradient of a microbatch; `apply`: the step with Muon):
-compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes` is what must
-fit into `memory_bytes`. Three numbers must be 0: `over_memory_bytes`, `expert_gathers` (all-gathers over the
-expert axis of an expert matrix or more: experts travel nowhere), and `rematerialised` (arrays that the
-partitioner could only get from one layout to another by giving all of it to every device).
+compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes`, in which the
+optimizer's state counts although `accumulate` does not read it, must fit into `memory_bytes`. Three numbers
+must be 0: `over_memory_bytes`, `expert_gathers` (all-gathers over the expert axis of an expert matrix or
+more: experts travel nowhere), and `rematerialised` (arrays that the partitioner could only get from one
+layout to another by giving all of it to every device).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -78,15 +80,16 @@ def main() -> None:
         "mesh": axes,
         "batch": [arguments.rows, arguments.sequence],
     }
-    for name, lowered in lower(arguments, config, mesh):
+    for name, lowered, unread in lower(arguments, config, mesh):
         if name in arguments.programs.split(","):
-            print(json.dumps(common | {"program": name} | measure(name, lowered, config, mesh, arguments)))
+            found = measure(name, lowered, config, mesh, arguments, unread_bytes=unread)
+            print(json.dumps(common | {"program": name} | found), flush=True)
 
 
 def lower(
     arguments: argparse.Namespace, config: ModelConfig, mesh: Mesh
-) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """Both programs by name, each lowered when asked for."""
+) -> Iterator[tuple[str, jax.stages.Lowered, int]]:
+    """Both programs by name, lowered when asked for, and the bytes of a device's state left unread."""
     definition = define(config)
     muon = MuonConfig(iteration_dtype="bfloat16", momentum_dtype=arguments.momentum_dtype)
     optimizer = build(OptimizerConfig(muon=muon), sharded_shapes(definition, mesh))
@@ -112,13 +115,26 @@ def lower(
     yield (
         "accumulate",
         programs.accumulate.lower(state, sums, batch, LossScales(balance=scalar, mtp=scalar)),
+        sum(held_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer)),
     )
     inputs = StepInputs(learning_rate=scalar, router_bias_rate=scalar)
-    yield "apply", programs.apply.lower(state, replace(sums, metrics={}, noise=None), inputs)
+    yield "apply", programs.apply.lower(state, replace(sums, metrics={}, noise=None), inputs), 0
+
+
+def held_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Of one device."""
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def measure(
-    name: str, lowered: jax.stages.Lowered, config: ModelConfig, mesh: Mesh, arguments: argparse.Namespace
+    name: str,
+    lowered: jax.stages.Lowered,
+    config: ModelConfig,
+    mesh: Mesh,
+    arguments: argparse.Namespace,
+    *,
+    unread_bytes: int,
 ) -> dict[str, Any]:
     """Compiles; seconds are of this process, which may share its cores."""
     wall, processor = time.perf_counter(), time.process_time()
@@ -136,6 +152,7 @@ def measure(
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
+        + unread_bytes
     )
     available = MEMORY_BYTES[arguments.topology.partition(":")[0]]
     return {
