@@ -7,9 +7,10 @@
 One JSON object a program (`accumulate`: forward and gradient of a microbatch; `apply`: the step with Muon):
 compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes`, in which the
 optimizer's state counts although `accumulate` does not read it, must fit into `memory_bytes`. Three numbers
-must be 0: `over_memory_bytes`, `expert_gathers` (all-gathers over the expert axis of an expert matrix or
-more: experts travel nowhere), and `rematerialised` (arrays that the partitioner could only get from one
-layout to another by giving all of it to every device).
+must be 0: `over_memory_bytes`, `rematerialised` (arrays that the partitioner could only get from one layout to
+another by giving all of it to every device), and `expert_gathers` of `accumulate` (all-gathers over the expert
+axis of an expert matrix or more: experts travel nowhere). The step does gather over that axis: directions of
+the matrices which it repeats, those of attention.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def measure(
         "peak_bytes": peak,
         "memory_bytes": available,
         "over_memory_bytes": max(0, peak - available),
-        "expert_gathers": len(gathers),
+        **({"expert_gathers": len(gathers)} if name == "accumulate" else {}),
         "rematerialised": sum(REMATERIALISED in line for line in messages),
         "collectives": [
             {
