@@ -1,22 +1,22 @@
-"""What bringing a mirror to the next version costs, by stage, with one decoding thread and with several.
+"""What bringing a mirror to the next version costs, by stage, with one decoding process and with several.
 
     python benchmarks/weight_sync_decode.py [--decoders 1 2] [--rms 1e-6] [--preset fast] [--versions 3]
         [--experts 6] [--directory /dev/shm]
 
 A model of GLM-4.5's expert matrices (1536x5120, block FP8; 215M parameters by default) is published in
-`--versions` deltas; a subscriber and mirror for each number of threads take them in turn, each after the
-other. Prints one JSON object. `seconds` of a delta, by threads and stage, medians:
+`--versions` deltas; a subscriber and mirror for each number of processes take them in turn, each after the
+other. Prints one JSON object. `seconds` of a delta, by processes and stage, medians:
 
     decode    fetched (from `--directory`), decoded, digests checked, journalled and synced
     apply     the journal read back and checked, the bits set, mirror and version synced
-    verify    the changed tensors digested once more from the mirror (up to 256 MB)
+    verify    changed tensors digested once more from the mirror (up to 64 MB)
     advance   all of it
 
-speedup: of `decode` and `advance`, of the most threads over the fewest. serial_fraction: the part of `decode`
-that does not get faster with threads, 2 / speedup - 1 of two threads (Amdahl): a decoder on many cores
-cannot be faster than 1 / serial_fraction threads. gb_s: BF16 bytes of the model a second.
-full_advance: the same for a new reader of the full version, seconds. peak_mb: of decoding one delta, by
-threads, as Python and numpy allocate.
+speedup: of `decode` and `advance`, of the most processes over the fewest. serial_fraction: the part of
+`decode` that does not get faster with more, 2 / speedup - 1 of two (Amdahl). gb_s: BF16 bytes of the model a
+second. parent_s: processor seconds of the process that hands out the work in `decode`, with the most
+processes: what bounds it on many cores. full_advance: a new reader's first, of the full version (processes
+start in it). peak_mb: of one delta, by processes, as the subscriber's Python and numpy allocate.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class Stages:
 
     def _timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             try:
                 return work(*arguments)
             finally:
                 self.seconds[stage] += time.perf_counter() - began
+                self.seconds[f"{stage}_parent"] += time.process_time() - worked
 
         return timed
 
@@ -130,7 +131,11 @@ def main() -> None:
         publisher.take_over()
         readers = {
             count: Subscriber(
-                store, Mirror(f"{directory}/{count}", threads=count), name=f"of-{count}", decoders=count
+                store,
+                Mirror(f"{directory}/{count}"),
+                name=f"of-{count}",
+                decoders=count,
+                inline_bytes=1 << 20,
             )
             for count in options.decoders
         }
@@ -158,10 +163,13 @@ def main() -> None:
         ]
         same = all(np.array_equal(bits[0][name], other[name]) for other in bits for name in bits[0])
         publisher.close()
+        for reader in readers.values():
+            reader.close()
     medians = {
         count: {stage: statistics.median(each[stage] for each in found) for stage in found[0]}
         for count, found in seconds.items()
     }
+    parent = {count: of["decode_parent"] for count, of in medians.items()}
     fewest, most = min(medians), max(medians)
     speedup = {stage: medians[fewest][stage] / medians[most][stage] for stage in ("decode", "advance")}
     bf16_bytes = manifest.stats.full_bytes_bf16
@@ -171,6 +179,7 @@ def main() -> None:
                 "benchmark": "weight_sync_decode",
                 "seconds": medians,
                 "speedup": speedup,
+                "parent_s": parent[most],
                 "serial_fraction": (most / speedup["decode"] - 1) / (most - 1) if most > fewest else None,
                 "gb_s": {
                     count: {stage: bf16_bytes / 1e9 / of[stage] for stage in ("decode", "advance")}

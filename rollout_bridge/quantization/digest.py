@@ -29,7 +29,7 @@ def digest(bits: np.ndarray, *, start: int = 0) -> int:
     """
     flat = _unsigned(bits).reshape(-1)
     count = min(_CHUNK, flat.size)
-    values, shifted = np.empty((2, count), np.uint64)  # taken once, paged once: threads wait for each other there
+    values, shifted = np.empty((2, count), np.uint64)  # once: threads wait for each other to get memory
     total = 0
     for begin in range(0, flat.size, _CHUNK):
         here = slice(0, min(_CHUNK, flat.size - begin))

@@ -22,7 +22,6 @@ from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
-from rollout_bridge.weights.parallel import default_threads
 from rollout_bridge.weights.pins import active_pins
 from rollout_bridge.weights.run import RunError
 from rollout_bridge.weights.subscriber import Subscriber
@@ -47,7 +46,7 @@ class AgentSettings:
     patience: how long trouble may last without a success between (no run yet, store out of reach, head out of
     reach, engine refusing updates) before the agent gives up. retry: first pause after a failure, doubled
     up to 30 times `poll`.
-    And decoders: threads that decode, verify and set the bits of a version; None: one a core, up to 32.
+    And decoders: processes that decode and verify the versions of a large model; None: one a core, up to 64.
     """
 
     poll: float = 1.0
@@ -91,9 +90,8 @@ class SyncAgent:
 
         Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
         """
-        threads = self._settings.decoders or default_threads()
-        mirror = await _in_thread(lambda: Mirror(self._mirror_dir, threads=threads))
-        subscriber = Subscriber(self.store, mirror, name=self.agent_id, decoders=threads)
+        mirror = await _in_thread(lambda: Mirror(self._mirror_dir))
+        subscriber = Subscriber(self.store, mirror, name=self.agent_id, decoders=self._settings.decoders)
         try:
             while True:
                 try:
@@ -109,6 +107,7 @@ class SyncAgent:
                 if not moved:
                     await asyncio.sleep(self._settings.poll)
         finally:
+            subscriber.close()
             mirror.close()
 
     async def _round(self, subscriber: Subscriber) -> bool:

@@ -1,7 +1,4 @@
-"""Objects of the chain on their way to a reader: fetched ahead, checked, kept while they may be wanted again.
-
-Every method may be called by several threads at once.
-"""
+"""Objects of the chain on their way to a reader: fetched ahead, checked, kept while they may be wanted."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -23,7 +22,8 @@ _KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
 class Blobs:
     """Objects of the chain, fetched on `threads`, the last ones kept up to `limit_bytes`.
 
-    A piece that is wrong is fetched `attempts` times in all before its version counts as broken.
+    A piece that is wrong is fetched `attempts` times in all before its version counts as broken. Several
+    threads may call every method at once.
     """
 
     def __init__(
@@ -32,11 +32,10 @@ class Blobs:
         self._store = store
         self._attempts = attempts
         self._limit = limit_bytes
-        self._lock = threading.Lock()  # of the four below
+        self._lock = threading.Lock()  # of the three below
         self._coming: dict[str, Future[bytes | None]] = {}
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
-        self._groups: OrderedDict[tuple[object, ...], Future[delta.Group]] = OrderedDict()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
 
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -64,15 +63,6 @@ class Blobs:
                 reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"
             self._forget(key, data)
         raise BrokenVersion(ref, key, f"{reason} (read {self._attempts} times)")
-
-    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
-        """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`.
-
-        A blob that several pieces share is fetched, checked and read once, as long as it is among the last.
-        """
-        if piece.member is None:
-            return delta.decode_sparse(self.piece(ref, piece), before)
-        return self._group(ref, piece, before.dtype).change(piece.member, before)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -110,30 +100,56 @@ class Blobs:
             if data is not None and self._kept.get(key) is data:
                 self._kept_bytes -= len(self._kept.pop(key))
 
-    def _group(self, ref: ManifestRef, piece: Piece, dtype: np.dtype) -> delta.Group:
-        """The blob that pieces share, read by the first thread that asks; the others wait for it."""
-        place = ref, piece.key, piece.offset, piece.length, piece.hash, dtype.itemsize
-        with self._lock:
-            reading = self._groups.get(place)
-            mine = reading is None
-            if reading is None:
-                reading = self._groups[place] = Future()
-            self._groups.move_to_end(place)
-        if not mine:
-            return reading.result()
-        try:
-            group = delta.decode_group(self.piece(ref, piece), dtype)
-        except BaseException as error:
-            with self._lock:
-                self._groups.pop(place)
-            reading.set_exception(error)
-            raise
-        reading.set_result(group)
-        with self._lock:
-            read = [kept for kept in self._groups.values() if kept.done()]
-            surplus = sum(kept.result().changes for kept in read) - _KEPT_CHANGES
-            for oldest in [place for place, kept in self._groups.items() if kept.done()][:-1]:
-                if surplus <= 0:
-                    break
-                surplus -= self._groups.pop(oldest).result().changes
-        return group
+
+class Pieces(Protocol):
+    """Where the checked bytes of a piece come from."""
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Pieces already fetched and checked, to be sent to another process."""
+
+    held: dict[tuple[str, int, int], bytes]
+
+    @classmethod
+    def of(cls, blobs: Pieces, wanted: Iterable[tuple[ManifestRef, Piece]]) -> Contents:
+        """Raises `BrokenVersion` where one cannot be had."""
+        held: dict[tuple[str, int, int], bytes] = {}
+        for ref, piece in wanted:
+            place = _place(ref, piece)
+            if place not in held:
+                held[place] = blobs.piece(ref, piece)
+        return cls(held)
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes:
+        return self.held[_place(ref, piece)]
+
+
+def _place(ref: ManifestRef, piece: Piece) -> tuple[str, int, int]:
+    return ref.directory + piece.key, piece.offset, piece.length
+
+
+class Changes:
+    """What pieces change. A blob that several share is read once, as long as it is among the last.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+        self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
+
+    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
+        """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`."""
+        if piece.member is None:
+            return delta.decode_sparse(self.pieces.piece(ref, piece), before)
+        place = *_place(ref, piece), piece.hash, before.dtype.itemsize
+        group = self._groups.pop(place, None)
+        if group is None:
+            group = delta.decode_group(self.pieces.piece(ref, piece), before.dtype)
+        self._groups[place] = group
+        while sum(kept.changes for kept in self._groups.values()) > _KEPT_CHANGES and len(self._groups) > 1:
+            self._groups.popitem(last=False)
+        return group.change(piece.member, before)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights.blobs import Blobs
+from rollout_bridge.weights.blobs import Changes, Pieces
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.manifest import (
     LATEST_KEY,
@@ -135,7 +135,7 @@ def _nbytes(links: Iterable[Link]) -> int:
     return sum(link.nbytes for link in links)
 
 
-def fold(links: Sequence[Link], blobs: Blobs, name: str, old: np.ndarray, old_digest: int) -> Change:
+def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, old_digest: int) -> Change:
     """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
 
     Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
@@ -151,7 +151,7 @@ def fold(links: Sequence[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
                 current = old.copy()
             before = np.ascontiguousarray(current[piece.slices])
             try:
-                decoded = blobs.change(ref, piece, before)
+                decoded = changes.change(ref, piece, before)
             except delta.DeltaError as error:
                 raise BrokenVersion(ref, ref.directory + piece.key, f"tensor {name}: {error}") from error
             local, values = _as_sparse(decoded, before)
@@ -170,7 +170,7 @@ def fold(links: Sequence[Link], blobs: Blobs, name: str, old: np.ndarray, old_di
     return Change(name, indices, current.reshape(-1)[indices])
 
 
-def fill(link: Link, blobs: Blobs, name: str, target: np.ndarray) -> None:
+def fill(link: Link, blobs: Pieces, name: str, target: np.ndarray) -> None:
     """Writes tensor `name` of a full version into `target` and checks its digest. Raises `BrokenVersion`."""
     ref, entry = link.ref, link.manifest.tensors[name]
     for piece in entry.blobs:

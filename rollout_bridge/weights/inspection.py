@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain, run
-from rollout_bridge.weights.blobs import Blobs
+from rollout_bridge.weights.blobs import Blobs, Changes
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.manifest import (
     ACKS_PREFIX,
@@ -176,6 +176,7 @@ def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, i
     verified = 0
     broken: set[str] = set()
     blobs = Blobs(store)
+    changes = Changes(blobs)
     try:
         for name in links[0].manifest.tensors if links else ():
             spec = links[0].manifest.tensors[name].spec
@@ -191,7 +192,7 @@ def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, i
                         current = whole
                     else:
                         step = Link(link.ref, link.manifest, whole=False)
-                        change = chain.fold([step], blobs, name, current, digest)
+                        change = chain.fold([step], changes, name, current, digest)
                         current.reshape(-1)[change.indices] = change.values
                         verified += 1
                 except BrokenVersion as error:

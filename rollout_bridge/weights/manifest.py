@@ -35,6 +35,9 @@ class BrokenVersion(ValueError):
         self.what = what
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[BrokenVersion], tuple[ManifestRef, str, str]]:
+        return BrokenVersion, (self.ref, self.what, self.reason)
+
 
 class Kind(StrEnum):
     FULL = "full"

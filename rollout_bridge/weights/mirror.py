@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_bridge.weights import journal, materialize, mirror_view, parallel
+from rollout_bridge.weights import journal, materialize, mirror_view
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.run import RunInfo
@@ -27,22 +27,17 @@ logger = logging.getLogger(__name__)
 
 _LOCK, _JOURNAL = "lock", "journal.bin"
 _NEW_TENSORS, _NEW_VERSION = "tensors.new.bin", "version.new.json"
-_APPLYING_BYTES = 1 << 30  # of a journal, at once
 
 
 class Mirror:
-    """Owner of a mirror directory: one process at a time. Others read it through `MirrorView`.
+    """Owner of a mirror directory: one process at a time. Others read it through `MirrorView`."""
 
-    threads: how many set the bits of an update.
-    """
-
-    def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
+    def __init__(self, directory: str | Path) -> None:
         """Opens or creates the directory and finishes what a crash interrupted.
 
         Raises `MirrorError` if another process owns it.
         """
         self.directory = Path(directory)
-        self._threads = threads
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.directory / _LOCK, "a+b")  # noqa: SIM115 - held until close()
         try:
@@ -107,24 +102,20 @@ class Mirror:
             (self.directory / name).unlink(missing_ok=True)
         journal.sync_directory(self.directory)
 
-    def replace(
-        self, run: RunInfo, state: MirrorState, fill: Callable[[Callable[[str], np.ndarray]], None]
-    ) -> None:
-        """Moves to a full version: `fill(tensor)` writes every tensor into the array `tensor(name)`.
+    def replace(self, run: RunInfo, state: MirrorState, fill: Callable[[Path], None]) -> None:
+        """Moves to a full version: `fill(file)` writes every tensor to its place (`mirror_view.layout`).
 
         The old version stays whole until `fill` has returned and the new bits are on disk; an exception of
         `fill` leaves it.
         """
-        specs = run.tensors
-        offsets, size = mirror_view.layout(specs)
+        _, size = mirror_view.layout(run.tensors)
         path = self.directory / _NEW_TENSORS
         try:
             with open(path, "wb") as file:
                 # Blocks now: a page of a sparse file that finds the disk full ends the process (SIGBUS).
                 os.posix_fallocate(file.fileno(), 0, size)
-            data = np.memmap(path, mode="r+", dtype=np.uint8)
-            fill(MirrorView(self.directory, run, state, specs, offsets, data).writable)
-            data.flush()
+            fill(path)
+            np.memmap(path, mode="r+", dtype=np.uint8).flush()
         except Exception:
             path.unlink(missing_ok=True)
             raise
@@ -173,19 +164,8 @@ class Mirror:
         if self._view is None:
             raise journal.JournalError(f"{self.directory / _JOURNAL}: belongs to a version that is not there")
         state, changes = journal.read(self.directory / _JOURNAL)
-        view = self._view
-
-        def apply(change: Change) -> None:
-            view.writable(change.name).reshape(-1)[change.indices] = change.values
-
-        for _ in parallel.in_order(
-            apply,
-            changes,  # one a tensor, in no order that matters
-            threads=self._threads,
-            cost=lambda change: change.indices.nbytes + change.values.nbytes,
-            limit=_APPLYING_BYTES,
-        ):
-            pass
+        for change in changes:
+            self._view.writable(change.name).reshape(-1)[change.indices] = change.values
         data = self._view.data
         assert isinstance(data, np.memmap)
         data.flush()

@@ -86,15 +86,19 @@ class MirrorView:
         """Recomputes digests from the bits; how many it did. Raises `MirrorError` naming a wrong tensor."""
         count = 0
         for name in self.specs if names is None else names:
-            found, expected = digest.digest(self.tensor(name)), self.state.digests[name]
-            if found != expected:
-                raise MirrorError(
-                    f"mirror {self.directory}: tensor {name} of version {self.version} has digest "
-                    f"{found:016x}, expected {expected:016x}: the disk or another program changed it. It "
-                    "will be fetched again"
-                )
+            self.check(name, digest.digest(self.tensor(name)))
             count += 1
         return count
+
+    def check(self, name: str, found: int) -> None:
+        """Raises `MirrorError` unless `found` is the digest that tensor `name` should have."""
+        expected = self.state.digests[name]
+        if found != expected:
+            raise MirrorError(
+                f"mirror {self.directory}: tensor {name} of version {self.version} has digest "
+                f"{found:016x}, expected {expected:016x}: the disk or another program changed it. It "
+                "will be fetched again"
+            )
 
 
 def layout(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, int], int]:

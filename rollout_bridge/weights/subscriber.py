@@ -1,9 +1,10 @@
 """The fleet's side of the weight chain: brings a mirror to a version, whatever was missed or broken.
 
 Nothing of the mirror is touched before every blob of the change is fetched and every digest agrees. Tensors
-are decoded on several threads, each verified where it is decoded, and journalled in their order. A version
-found broken is remembered and reported below `weights/quarantine/`, which makes the trainer publish a full
-version next; until then the mirror goes as far as the chain is good, or to the newest full version.
+of a large model are decoded by several processes, each verified where it is decoded, and journalled in one
+order. A version found broken is remembered and reported below `weights/quarantine/`, which makes the trainer
+publish a full version next; until then the mirror goes as far as the chain is good, or to the newest full
+version.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights import chain, parallel, run
+from rollout_bridge.weights import chain, decoding, mirror_view, parallel, run
 from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.chain import Link
+from rollout_bridge.weights.decoding import Batch, Place
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.manifest import (
     QUARANTINE_PREFIX,
@@ -28,7 +29,7 @@ from rollout_bridge.weights.manifest import (
     ManifestRef,
 )
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
+from rollout_bridge.weights.mirror_view import TENSORS, MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.run import RunError, RunInfo
 from rollout_bridge.weights.update import Update
 
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _CACHED_MANIFESTS = 64
 _WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
-_PREFETCHED = 8  # tensors whose objects are on their way before a thread asks
+_BATCH_BYTES = 1 << 24  # of tensors that one process decodes at once
+_PREFETCHED = 2  # batches whose objects are on their way before they are asked for
 
 
 class Subscriber:
@@ -46,8 +48,9 @@ class Subscriber:
     name: says who found a version broken. attempts: reads of a blob before its version counts as broken.
     verify_bytes: after each update tensors are digested again from the mirror's own bytes, up to this many
         bytes, the changed ones first, in turn; the digests of the change itself are always checked.
-    decoders: threads that decode, verify and digest. in_flight_bytes: memory they may use together, about; a
-        tensor that needs more is decoded alone.
+    decoders: processes that decode, verify and digest, one a core by default; tensors of less than
+        `inline_bytes` in all are decoded by the caller, since a process takes a second to start.
+        in_flight_bytes: memory they may use together, about; a tensor that needs more is decoded alone.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class Subscriber:
         attempts: int = 3,
         verify_bytes: int = 1 << 26,
         decoders: int | None = None,
-        in_flight_bytes: int = 4 << 30,
+        inline_bytes: int = 1 << 28,
+        in_flight_bytes: int = 16 << 30,
     ) -> None:
         if decoders is not None and decoders < 1:
-            raise ValueError(f"decoders: {decoders} is not a positive number of threads")
+            raise ValueError(f"decoders: {decoders} is not a positive number of processes")
         self.store = store
         self.mirror = mirror
         self.name = name
@@ -71,12 +75,17 @@ class Subscriber:
         self.broken: dict[ManifestRef, str] = {}
         self._attempts = attempts
         self._verify_bytes = verify_bytes
-        self._decoders = decoders or parallel.default_threads()
+        self._workers = parallel.Workers(decoders or parallel.default_count())
+        self._inline_bytes = inline_bytes
         self._in_flight_bytes = in_flight_bytes
         self._turn: dict[str, int] = {}  # tensor -> number of the update its bytes were last digested in
         self._updates = 0
         self._manifests: dict[ManifestRef, Manifest] = {}
         self._run: RunInfo | None = None
+
+    def close(self) -> None:
+        """Ends the processes that decode; the mirror is its owner's to close."""
+        self._workers.close()
 
     @property
     def run(self) -> RunInfo:
@@ -98,7 +107,7 @@ class Subscriber:
         if self.mirror.state is None:
             return None
         try:
-            verified = sum(self._digested(self.mirror.view, self.mirror.view.specs))
+            verified = sum(map(len, self._digested(self.mirror.view, list(self.mirror.view.specs))))
         except MirrorError as error:
             logger.error("%s", error)
             self.mirror.reset()
@@ -190,7 +199,7 @@ class Subscriber:
         try:
             if first.whole:
                 changed = frozenset(state.digests)
-                self.mirror.replace(self.run, state, lambda tensor: self._fill(links, blobs, tensor))
+                self.mirror.replace(self.run, state, lambda file: self._fill(file, links, blobs))
                 self.fallbacks += held is not None and any(r.version > held.ref.version for r in self.broken)
             else:
                 names = [name for name in state.digests if chain.objects_of(links, name)]
@@ -208,49 +217,52 @@ class Subscriber:
         )
         return self._update(changed, len(state.digests))
 
-    def _fill(self, links: list[Link], blobs: Blobs, tensor: Callable[[str], np.ndarray]) -> None:
+    def _fill(self, file: Path, links: list[Link], blobs: Blobs) -> None:
         """A full version and the deltas after it, straight into the new file."""
-        full, deltas = links[0], links[1:]
-
-        def fill(name: str) -> None:
-            target = tensor(name)
-            chain.fill(full, blobs, name, target)
-            digest = full.manifest.tensors[name].digest_value
-            change = chain.fold(deltas, blobs, name, target, digest)
-            target.reshape(-1)[change.indices] = change.values
-
-        for _ in self._decoded(fill, list(full.manifest.tensors), links, blobs):
+        specs = self.run.tensors
+        offsets, _ = mirror_view.layout(specs)
+        places = [Place(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
+        for _ in self._decoded(decoding.fill, file, places, links, blobs):
             pass
 
     def _changes(self, links: list[Link], blobs: Blobs, names: list[str]) -> Iterator[Change]:
-        view = self.mirror.view
-
-        def fold(name: str) -> Change:
-            return chain.fold(links, blobs, name, view.tensor(name), view.state.digests[name])
-
-        yield from self._decoded(fold, names, links, blobs)
-        last = links[-1]
+        view, last = self.mirror.view, links[-1]
+        places = _places(view, names)
+        for changes in self._decoded(decoding.fold, self.mirror.directory / TENSORS, places, links, blobs):
+            yield from changes
         for name in last.manifest.tensors.keys() - set(names):
             if last.manifest.tensors[name].digest_value != view.state.digests[name]:
                 raise BrokenVersion(last.ref, f"tensor {name}", "its digest moved, but no blob says how")
 
     def _decoded(
-        self, work: Callable[[str], _Result], names: list[str], links: list[Link], blobs: Blobs
+        self,
+        work: Callable[[Batch], _Result],
+        file: Path,
+        places: list[Place],
+        links: list[Link],
+        blobs: Blobs,
     ) -> Iterator[_Result]:
-        """`work` of every tensor, in order, with the objects of the next ones already on their way."""
-        specs = links[-1].manifest.tensors
+        """`work` of every batch, with the objects of the next ones already on their way."""
 
-        def fetched() -> Iterator[str]:
-            for position, name in enumerate(names):
-                for coming in names[position : position + _PREFETCHED]:
-                    blobs.prefetch(chain.objects_of(links, coming))
-                yield name
+        def where(place: Place) -> list[tuple[int, str, int]]:
+            pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
+            return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
-        return parallel.in_order(
+        places = sorted(places, key=where)  # those that share a blob come together
+
+        def fetched() -> Iterator[Batch]:
+            batches = list(_batches(places))
+            for number, batch in enumerate(batches):
+                for coming in batches[number : number + _PREFETCHED]:
+                    for place in coming:
+                        blobs.prefetch(chain.objects_of(links, place.name))
+                yield Batch.of(file, batch, links, blobs)
+
+        return self._workers.in_order(
             work,
             fetched(),
-            threads=self._decoders,
-            cost=lambda name: _WORKING_BYTES * specs[name].spec.nbytes,
+            here=sum(place.spec.nbytes for place in places) < self._inline_bytes,
+            cost=lambda batch: _WORKING_BYTES * batch.nbytes,
             limit=self._in_flight_bytes,
         )
 
@@ -266,21 +278,30 @@ class Subscriber:
                 break
             checked.append(name)
         try:
-            for name, _ in zip(checked, self._digested(view, checked), strict=True):
-                self._turn[name] = self._updates
+            for names in self._digested(view, checked):
+                self._turn |= dict.fromkeys(names, self._updates)
         except MirrorError:
             self.mirror.reset()
             raise
 
-    def _digested(self, view: MirrorView, names: Iterable[str]) -> Iterator[int]:
-        """Compares the bits of each tensor with its digest. Raises `MirrorError` naming a wrong one."""
-        return parallel.in_order(
-            lambda name: view.verify([name]),
-            names,
-            threads=self._decoders,
-            cost=lambda name: 0,
+    def _digested(self, view: MirrorView, names: list[str]) -> Iterator[list[str]]:
+        """Compares the bits of each tensor with its digest: the names, batch by batch.
+
+        Raises `MirrorError` naming the first wrong one.
+        """
+        places = _places(view, names)
+        batches = [Batch(file=view.directory / TENSORS, places=tuple(batch)) for batch in _batches(places)]
+        found = self._workers.in_order(
+            decoding.digests,
+            batches,
+            here=sum(batch.nbytes for batch in batches) < self._inline_bytes,
+            cost=lambda batch: 0,
             limit=0,
         )
+        for batch, digests in zip(batches, found, strict=True):
+            for place, digest in zip(batch.places, digests, strict=True):
+                view.check(place.name, digest)
+            yield [place.name for place in batch.places]
 
     def _quarantine(self, error: BrokenVersion) -> None:
         if error.ref in self.broken:
@@ -302,3 +323,24 @@ class Subscriber:
             mirror=self.mirror.directory,
             verified=verified,
         )
+
+
+def _places(view: MirrorView, names: Iterable[str]) -> list[Place]:
+    return [
+        Place(name=name, spec=view.specs[name], offset=view.offsets[name], before=view.state.digests[name])
+        for name in names
+    ]
+
+
+def _batches(places: list[Place]) -> Iterator[list[Place]]:
+    """Neighbours of about `_BATCH_BYTES` together."""
+    batch: list[Place] = []
+    nbytes = 0
+    for place in places:
+        if batch and nbytes + place.spec.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(place)
+        nbytes += place.spec.nbytes
+    if batch:
+        yield batch

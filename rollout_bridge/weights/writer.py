@@ -115,6 +115,7 @@ class ChainWriter:
         mirror = Mirror(scratch)
         self._cleanup.callback(mirror.close)
         subscriber = Subscriber(self.store, mirror, name=f"trainer-{self.settings.process}")
+        self._cleanup.callback(subscriber.close)
         try:
             subscriber.advance(head.version)
             links = chain.walk(self.store, head.manifest, self.run, held=None, cache={})

@@ -1,11 +1,18 @@
-"""A version decoded on several threads is the version decoded on one: same files, same errors, bounded."""
+"""A version decoded by several processes is the version decoded by one: same files, same errors, bounded."""
 
-import threading
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from rollout_bridge.store import Store
-from rollout_bridge.weights import blobs, chain, journal, parallel
+from rollout_bridge.weights import blobs, chain, journal, parallel, subscriber
+from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.manifest import BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.subscriber import Subscriber
@@ -28,13 +35,24 @@ def published(tmp_path_factory):
     return store, trees
 
 
-def reader_of(store, directory, decoders, **options):
-    return Subscriber(store, Mirror(directory, threads=decoders), decoders=decoders, **options)
+@pytest.fixture(scope="module")
+def workers():
+    """Two processes for all tests: starting them is what takes time."""
+    workers = parallel.Workers(2)
+    yield workers
+    workers.close()
+
+
+def reader_of(store, directory, workers=None):
+    reader = Subscriber(store, Mirror(directory), decoders=1, inline_bytes=0)
+    if workers is not None:
+        reader._workers = workers
+    return reader
 
 
 # Followed one by one; folded; a full version with a delta after it.
 @pytest.mark.parametrize("stops", [(1, 2, 3), (1, 4), (6,)])
-def test_one_thread_and_four_write_the_same_bytes(stops, published, tmp_path, monkeypatch):
+def test_one_process_and_several_write_the_same_bytes(stops, published, workers, tmp_path, monkeypatch):
     store, trees = published
     journals: list[bytes] = []
     write = journal.write
@@ -45,9 +63,10 @@ def test_one_thread_and_four_write_the_same_bytes(stops, published, tmp_path, mo
 
     monkeypatch.setattr(journal, "write", kept)
     files = []
-    for decoders in (1, 4):
+    monkeypatch.setattr(subscriber, "_BATCH_BYTES", 20_000)
+    for helpers in (None, workers):
         journals.clear()
-        reader = reader_of(store, tmp_path / f"{decoders}", decoders)
+        reader = reader_of(store, tmp_path / f"{helpers}", helpers)
         for stop in stops:
             update = reader.advance(stop)
             assert update is not None and update.version == stop
@@ -58,39 +77,50 @@ def test_one_thread_and_four_write_the_same_bytes(stops, published, tmp_path, mo
     assert files[0] == files[1]
 
 
-def test_an_error_in_one_tensor_stops_the_update_and_names_it(published, tmp_path, monkeypatch):
-    """The 9th of the tensors that change cannot be applied: what version 2 holds is still version 1."""
+def test_an_error_in_one_tensor_stops_the_update_and_names_it(published, workers, tmp_path, monkeypatch):
+    """A manifest lies about one tensor's digest: found by another process, told by this one."""
     store, trees = published
-    reader = reader_of(store, tmp_path / "mirror", 4)
+    reader = reader_of(store, tmp_path / "mirror", workers)
     reader.advance(1)
     before = (reader.mirror.directory / "tensors.bin").read_bytes()
-    fold, begun = chain.fold, []
+    monkeypatch.setattr(subscriber, "_BATCH_BYTES", 20_000)
+    read = chain.read_manifest
+    lied_about: list[str] = []
 
-    def failing(links, held, name, *arguments):
-        begun.append(name)
-        if len(begun) == 9:
-            reason = f"tensor {name}: not what it should be"
-            raise BrokenVersion(links[-1].ref, links[-1].ref.key, reason)
-        return fold(links, held, name, *arguments)
+    def lying(*arguments):
+        manifest = read(*arguments)
+        if manifest.version != 2:
+            return manifest
+        name = sorted(name for name, entry in manifest.tensors.items() if entry.blobs)[9]
+        entry = manifest.tensors[name].model_copy(update={"digest": "0" * 16})
+        lied_about.append(name)
+        return manifest.model_copy(update={"tensors": manifest.tensors | {name: entry}})
 
-    monkeypatch.setattr(chain, "fold", failing)
-    with pytest.raises(BrokenVersion, match=r"version 2"):
+    monkeypatch.setattr(chain, "read_manifest", lying)
+    reader._manifests.clear()
+    with pytest.raises(BrokenVersion, match=r"version 2") as caught:
         reader.advance(2)
-    [reason] = reader.broken.values()
-    assert begun[8] in reason and "not what it should be" in reason
-    assert sorted(path.name for path in reader.mirror.directory.iterdir()) == [
-        "index.json",
-        "lock",
-        "run.json",
-        "tensors.bin",
-        "version.json",
-    ]
+    assert lied_about[0] in next(iter(reader.broken.values())) and "digest" in caught.value.reason
+    names = {path.name for path in reader.mirror.directory.iterdir()}
+    assert names == {"index.json", "lock", "run.json", "tensors.bin", "version.json"}
     assert (reader.mirror.directory / "tensors.bin").read_bytes() == before
     assert reader.mirror.version == 1
     tiny.assert_holds(reader, trees[1])
 
 
-def test_an_object_is_fetched_and_a_shared_blob_read_once_for_all_threads(published, tmp_path, monkeypatch):
+def test_bits_that_rot_are_found_by_whoever_digests_them(published, workers, tmp_path):
+    reader = reader_of(published[0], tmp_path / "mirror", workers)
+    reader.advance(2)
+    name = list(reader.mirror.view.specs)[11]
+    reader.mirror.view.writable(name).reshape(-1)[0] ^= 1
+    assert reader.current() is None and reader.mirror.state is None
+    assert reader.advance(2) is not None
+    tiny.assert_holds(reader, published[1][2])
+
+
+def test_an_object_is_fetched_once_however_many_threads_ask_and_a_shared_blob_read_once(
+    published, tmp_path, monkeypatch
+):
     store, trees = published
     asked, read = [], []
     decode_group = blobs.delta.decode_group
@@ -105,7 +135,7 @@ def test_an_object_is_fetched_and_a_shared_blob_read_once_for_all_threads(publis
         return decode_group(*arguments)
 
     monkeypatch.setattr(blobs.delta, "decode_group", watched_group)
-    reader = reader_of(Watched.open(store.url), tmp_path / "mirror", 4)
+    reader = reader_of(Watched.open(store.url), tmp_path / "mirror")
     reader.advance(1)
     asked.clear()
     read.clear()
@@ -115,71 +145,117 @@ def test_an_object_is_fetched_and_a_shared_blob_read_once_for_all_threads(publis
     assert read and len(read) == len(set(read))
     tiny.assert_holds(reader, trees[2])
 
+    fetched = Blobs(Watched.open(store.url))
+    asked.clear()
+    [link, *_] = [link for link in reader._manifests.values() if link.version == 2]
+    pieces = [piece for entry in link.tensors.values() for piece in entry.blobs]
+    with ThreadPoolExecutor(8) as threads:
+        contents = list(threads.map(lambda piece: fetched.piece(link.ref, piece), 4 * pieces))
+    assert contents == 4 * contents[: len(pieces)]
+    assert sorted(asked) == sorted(objects)
+    fetched.close()
 
-def test_results_come_in_order_within_the_limit_and_an_item_over_it_alone():
-    """Costs 1..4 and one of 100 under a limit of 8: oracle is a count kept under a lock."""
-    lock, held, most, together = threading.Lock(), 0, 0, []
+
+def slept(number):
+    """Long enough for others to begin, if anything lets them."""
+    time.sleep(0.01)
+    return number, os.getpid()
+
+
+def failing(number):
+    if number == 5:
+        raise ValueError("item 5")
+    return number
+
+
+def killed(number):
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_results_come_in_order_within_the_limit_and_an_item_over_it_alone(workers):
+    """Costs 1..4 and one of 100 under a limit of 8: what is begun is counted as items are asked for."""
     costs = [1 + number % 4 for number in range(60)]
     costs[30] = 100
+    begun: list[int] = []
+    found: list[int] = []
+    most = 0
 
-    def work(number):
-        nonlocal held, most
-        with lock:
-            held += costs[number]
-            if costs[number] == 100:
-                together.append(held)
-            most = max(most, held if held < 100 else 0)
-        return number
+    def items():
+        for number in range(60):
+            yield number
+            begun.append(number)
+            nonlocal most
+            held = sum(costs[each] for each in begun) - sum(costs[each] for each in found)
+            assert held <= 8 or begun[len(found) :] == [30]
+            most = max(most, held if held <= 8 else 0)
 
-    found = []
-    for number in parallel.in_order(work, range(60), threads=4, cost=costs.__getitem__, limit=8):
+    at_work = set()
+    for number, process in workers.in_order(slept, items(), here=False, cost=costs.__getitem__, limit=8):
         found.append(number)
-        with lock:
-            held -= costs[number]
-    assert found == list(range(60))
-    assert 4 < most <= 8 and together == [100]
+        at_work.add(process)
+    assert found == list(range(60)) and most > 4
+    assert os.getpid() not in at_work and 1 <= len(at_work) <= 2
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_failure_is_raised_in_its_place_and_nothing_goes_on_after_it(threads):
-    begun, ended = [], []
-
-    def work(number):
-        begun.append(number)
-        if number == 5:
-            raise ValueError("item 5")
-        ended.append(number)
-        return number
-
-    found = []
+@pytest.mark.parametrize("here", [True, False])
+def test_a_failure_is_raised_in_its_place_and_nothing_is_begun_after_it(here, workers):
+    asked, found = [], []
+    items = (asked.append(number) or number for number in range(1000))
     with pytest.raises(ValueError, match="item 5"):
-        for number in parallel.in_order(
-            work, range(1000), threads=threads, cost=lambda number: 1, limit=1000
-        ):
+        for number in workers.in_order(failing, items, here=here, cost=lambda number: 1, limit=1000):
             found.append(number)
-    assert found == list(range(5))
-    at_the_end = len(begun)
-    assert sorted(ended) == sorted(set(begun) - {5}) and at_the_end < 1000
+    assert found == list(range(5)) and len(asked) <= 5 + 1 + 4 * 2 + 1
 
 
-def test_items_run_beside_each_other_and_a_caller_that_stops_ends_them():
-    """Two items that wait for each other can only end together."""
-    both = threading.Barrier(2, timeout=SECONDS)
-    begun = []
+def test_a_process_that_dies_is_trouble_that_passes():
+    """OSError: an agent tries again, with processes that are new."""
+    workers = parallel.Workers(2)
+    with pytest.raises(OSError, match="a decoding process died"):
+        list(workers.in_order(killed, range(5), here=False, cost=lambda number: 1, limit=9))
+    assert list(workers.in_order(failing, range(3), here=False, cost=lambda number: 1, limit=9)) == [0, 1, 2]
+    workers.close()
 
-    def work(number):
-        begun.append(number)
-        if number < 2:
-            both.wait()
-        return number
 
-    results = parallel.in_order(work, range(1000), threads=2, cost=lambda number: 0, limit=0)
-    assert next(results) == 0
-    results.close()
-    assert len(begun) < 1000
+PROGRAM = """
+import os, sys, time
+from rollout_bridge.weights.parallel import Workers
+from tests.rollout_bridge.weights.test_decoders import slept
+
+if __name__ == "__main__":
+    found = Workers(2).in_order(slept, range(40), here=False, cost=lambda number: 0, limit=0)
+    print(*{process for _, process in found}, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    """SIGKILL leaves a parent no time to say so."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "program.py"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        processes = [int(process) for process in parent.stdout.readline().split()]
+        assert processes and all(alive(process) for process in processes)
+        parent.kill()
+    deadline = time.monotonic() + SECONDS
+    while any(alive(process) for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(process):
+    """Not gone, and not a corpse that waits for its parent."""
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_settings_are_checked(published, tmp_path):
     with pytest.raises(ValueError, match="decoders: 0"):
         tiny.subscriber(published[0], tmp_path / "mirror", decoders=0)
-    assert 1 <= parallel.default_threads() <= 32
+    assert parallel.default_count() >= 1

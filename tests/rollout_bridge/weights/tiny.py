@@ -85,7 +85,7 @@ def on_device(tree: Params) -> dict[str, jax.Array]:
 def canonical(run: RunInfo, tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a mirror must hold for `tree`."""
     result = {}
-    for name, tensor in names.from_tree(CONFIG, tree):
+    for name, tensor in names.from_tree(run.hf_config, tree):
         match run.plan.formats[name]:
             case Format.fp8_block:
                 codes, scale = host.quantize_block_fp8(host.float32_to_bfloat16_bits(tensor))
