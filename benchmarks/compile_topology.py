@@ -5,12 +5,12 @@
         --model glm4_5_355b --topology v5p:8x8x4 --mesh fsdp=8,expert=32 --rows 256 --sequence 4096
 
 One JSON object a program (`accumulate`: forward and gradient of a microbatch; `apply`: the step with Muon):
-compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes`, in which the
-optimizer's state counts although `accumulate` does not read it, must fit into `memory_bytes`. Three numbers
-must be 0: `over_memory_bytes`, `rematerialised` (arrays that the partitioner could only get from one layout to
-another by giving all of it to every device), and `expert_gathers` of `accumulate` (all-gathers over the expert
-axis of an expert matrix or more: experts travel nowhere). The step does gather over that axis: directions of
-the matrices which it repeats, those of attention.
+compile seconds, bytes of a device's memory, and collectives by kind and mesh axes. `peak_bytes`, in which
+the optimizer's state counts although `accumulate` does not read it, must fit into `memory_bytes`. Three
+numbers must be 0: `over_memory_bytes`, `rematerialised` (arrays that the partitioner could only get from
+one layout to another by giving all of it to every device), and `expert_gathers` of `accumulate`
+(all-gathers over the expert axis of an expert matrix or more: experts travel nowhere). The step does gather
+over that axis: directions of the matrices which it repeats, those of attention.
 """
 
 from __future__ import annotations
