@@ -1,6 +1,10 @@
 """A sync agent with its servers, in a process that tests may kill: `agent_program.py STORE DIRECTORY PORTS`.
 
-The agent, its mirror and the client of the server are the real ones; the server is tests/faults/server.py.
+The agent, its mirror and the client of the server are the real ones; the server is tests/faults/server.py, or
+vLLM if $SERVER says so. vLLM takes no faults itself: the JSON file $FAULT, {"point", "action"}, is taken once
+by its client, which signals all processes of the server when it is about to send what `point` (of `PATHS`)
+names: action "die" (SIGKILL) or "freeze" (SIGSTOP).
+
 $KILL_AT names a moment at which the agent kills itself (SIGKILL), the $KILL_AFTER-th time (from 0) it comes
 there: fetch, journal, journalled, apply, applied, stage, pause, start, update, finish, resume, ack,
 acknowledged.
@@ -9,6 +13,8 @@ acknowledged.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import json
 import logging
 import os
 import signal
@@ -23,7 +29,10 @@ from rollout_bridge.weights.agent import AgentSettings, SyncAgent
 from rollout_bridge.weights.mirror import Mirror
 
 SERVER = Path(__file__).with_name("server.py")
+REAL = os.environ.get("SERVER") == "vllm"
+UPDATE_SECONDS = {False: 3.0, True: 30.0}  # by REAL: what an update may take before it is given up
 PATHS = {
+    "idle": "/weight_info",
     "pause": "/pause",
     "start": "/start_weight_update",
     "update": "/update_weights",
@@ -96,40 +105,62 @@ def watch_mirror(moments: Moments) -> None:
     journal.write, journal._changes, Mirror._redo_journal = watched_write, watched_changes, watched_redo
 
 
-def watch_engine(engine, moments: Moments) -> None:
-    engine._update_timeout = 3.0
+def strike(server: vllm_server.VllmServer, point: str) -> None:
+    """The fault that is armed for `point`, to the whole process group."""
+    armed = Path(os.environ["FAULT"])
+    if not armed.exists():
+        return
+    wanted = json.loads(armed.read_text())
+    if wanted["point"] == point and server.alive and server.pid:
+        os.killpg(server.pid, {"die": signal.SIGKILL, "freeze": signal.SIGSTOP}[wanted["action"]])
+        armed.unlink()
+
+
+def watch_engine(served: vllm_served.ServedVllm, moments: Moments) -> None:
+    engine = served._engine
+    engine._update_timeout = UPDATE_SECONDS[REAL]
     call = engine._call
 
     async def watched_call(method, path, *args, **kwargs):
         for moment, start in PATHS.items():
             if path.startswith(start):
                 moments.pass_by(moment)
+                if REAL:
+                    strike(served.server, moment)
         return await call(method, path, *args, **kwargs)
 
     engine._call = watched_call
 
 
 def main(url: str, directory: str, ports: str) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the tests
     logging.basicConfig(level=logging.INFO)
-    use_small_server()
+    if not REAL:
+        use_small_server()
     moments = Moments()
     watch_mirror(moments)
     shared = Path(directory) / "engine"
     loaded: dict[str, Path] = {}
     servers = [
         vllm_served.ServedVllm(
-            vllm_server.VllmServerSettings(port=int(port), startup_timeout=60.0),
+            vllm_server.VllmServerSettings(
+                port=int(port),
+                startup_timeout=300.0 if REAL else 60.0,
+                max_model_len=2048,
+                max_num_seqs=16,
+                kv_cache_gib=0.25,
+            ),
             Path(directory) / port,
             kv_policy=KvPolicy(os.environ["KV_POLICY"]),
             update_mode=UpdateMode(os.environ.get("UPDATE_MODE", "in_flight")),
-            engine_format="fp8",
+            engine_format="bf16" if REAL else "fp8",
             materialized=shared,
             loaded=loaded,
         )
         for port in ports.split(",")
     ]
     for server in servers:
-        watch_engine(server._engine, moments)
+        watch_engine(server, moments)
     served = servers[0] if len(servers) == 1 else vllm_fleet.ServedFleet(servers)
     agent = SyncAgent(
         watched_store(url, moments),

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_bridge.engines.protocol import EngineError, KvPolicy, Request
+from rollout_bridge.engines.protocol import Completion, EngineError, KvPolicy, Request
 from rollout_bridge.engines.vllm import VllmEngine
 from tests.faults.server import fingerprint
 from tests.rollout_bridge.weights import tiny
@@ -45,7 +45,15 @@ def until(what: str, condition: Callable[[], Any], *, deadline: float = DEADLINE
 
 
 class Host:
-    """Trainer in this process, agent and server in others, over a store on disk."""
+    """Trainer in this process, agent and server in others, over a store on disk.
+
+    server: which one, as agent_program.py knows them. deadline: seconds that anything may take. patience:
+        seconds that a client waits for an answer.
+    """
+
+    server = "small"
+    deadline = DEADLINE
+    patience = 2.0
 
     def __init__(
         self, directory: Path, *, kv_policy: KvPolicy = KvPolicy.KEEP, servers: int = 1, **publisher
@@ -105,6 +113,7 @@ class Host:
                     "PYTHONPATH": str(ROOT),
                     "FAULT": str(self.fault),
                     "KV_POLICY": self._kv_policy.value,
+                    "SERVER": self.server,
                     "OMP_NUM_THREADS": "1",
                 }
                 | environment,
@@ -126,8 +135,9 @@ class Host:
             return ack if ack["version"] == version else None
 
         try:
-            ack = until(f"acknowledgement of version {version}", acknowledged)
-            until(f"token of version {version}", lambda: self.tokens.get(version, 0) > 3)
+            within = self.deadline
+            ack = until(f"acknowledgement of version {version}", acknowledged, deadline=within)
+            until(f"token of version {version}", lambda: self.tokens.get(version, 0) > 3, deadline=within)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
         return ack
@@ -165,26 +175,33 @@ class Host:
                 if not engine.url.endswith(f":{self._port(client)}"):
                     await engine.close()
                     engine = self._client(client)
-                request = Request(
-                    request_id=f"{client}-{turn}",
-                    prompt_ids=[1, 2, turn % 3],  # shared prefixes: a stale one would show
-                    max_tokens=4 + 8 * client,
-                    temperature=1.0,
-                    seed=turn,
-                    stop_ids=(),
-                )
+                request = self._request(client, turn)
                 try:
                     (completion,) = await engine.generate([request])
                 except EngineError:  # no server, or not yet one with a version: refused, not wrong
                     self.refusals += 1
                     await asyncio.sleep(0.05)
                     continue
-                for span in completion.spans:
-                    for token in completion.token_ids[span.start : span.end].tolist():
-                        self._check(self._port(client), span.version, token)
+                self._judge(self._port(client), request, completion)
             await engine.close()
 
         asyncio.run(ask())
+
+    def _request(self, client: int, turn: int) -> Request:
+        return Request(
+            request_id=f"{client}-{turn}",
+            prompt_ids=[1, 2, turn % 3],  # shared prefixes: a stale one would show
+            max_tokens=4 + 8 * client,
+            temperature=1.0,
+            seed=turn,
+            stop_ids=(),
+        )
+
+    def _judge(self, port: int, request: Request, completion: Completion) -> None:
+        """Counts the tokens of an answer; `wrong` says which are not of the version they claim."""
+        for span in completion.spans:
+            for token in completion.token_ids[span.start : span.end].tolist():
+                self._check(port, span.version, token)
 
     def _port(self, client: int) -> int:
         return self.ports[client % len(self.ports)]
@@ -193,9 +210,9 @@ class Host:
         return VllmEngine(
             f"http://127.0.0.1:{self._port(client)}",
             kv_policy=self.client_policy,
-            request_timeout=2.0,
-            update_timeout=2.0,
-            version_timeout=2.0,
+            request_timeout=self.patience,
+            update_timeout=self.patience,
+            version_timeout=self.patience,
         )
 
     def _check(self, port: int, version: int, token: int) -> None:
@@ -203,5 +220,8 @@ class Host:
             others = [other for other, value in self.expected.items() if value == token]
             self.wrong.append(f"a token labelled version {version} is of {others or 'no version at all'}")
         else:
-            self.tokens[version] = self.tokens.get(version, 0) + 1
-            self.tokens_of[port, version] = self.tokens_of.get((port, version), 0) + 1
+            self._count(port, version, 1)
+
+    def _count(self, port: int, version: int, tokens: int) -> None:
+        self.tokens[version] = self.tokens.get(version, 0) + tokens
+        self.tokens_of[port, version] = self.tokens_of.get((port, version), 0) + tokens

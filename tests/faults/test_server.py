@@ -26,7 +26,7 @@ def check(host: Host, point: str, action: str, record) -> None:
     before = host.ack()
     host.arm(point, action)
     version = host.publish()
-    until(f"fault at {point}", lambda: not host.fault.exists())
+    until(f"fault at {point}", lambda: not host.fault.exists(), deadline=host.deadline)
     ack = host.until_served(version)
     # A request that hangs is the client's to end; nothing else goes by unseen.
     if (point, action) != ("generate", "hang"):

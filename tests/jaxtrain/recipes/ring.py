@@ -58,7 +58,7 @@ class Ring:
 
     def wait(self, process: subprocess.Popen[str], when: Callable[[], bool]) -> None:
         """Until `when` holds, while the command runs."""
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not when():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "the run does not come to the awaited point"
@@ -68,6 +68,6 @@ class Ring:
         """`kill -9` of process `name` once `when` holds; what the command printed until it ended."""
         self.wait(process, when)
         os.kill(json.loads((self.run_dir / "processes.json").read_text())[name], signal.SIGKILL)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 1, output
         return output

@@ -8,12 +8,9 @@ the host: no chain, no cache, no engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,25 +19,19 @@ from jaxtrain.commands.fleet import run_worker
 from jaxtrain.config.load import load_config
 from jaxtrain.config.resume import claim_run
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.definition import define
 from jaxtrain.recipes import async_grpo
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.checkpoint_reader import CheckpointReader
-from rollout_bridge import names
 from rollout_bridge.control import STATE_KEY
-from rollout_bridge.quantization import host
-from rollout_bridge.quantization.plan import Format
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.log import read_segment
 from rollout_bridge.trajectories.plan import read_plan
-from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.weights.chain import read_latest, read_manifest
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.run import load as load_run
 from rollout_bridge.weights.subscriber import Subscriber
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
+from tests.served_oracle import ServedOracle, Weights
 
 STEPS = 2  # of RL before the resume; one after it
 LENGTH = 48
@@ -82,58 +73,24 @@ def run_ring(config: AsyncGrpoConfig, worker: str) -> None:
     asyncio.run(both())
 
 
-def served(run: RunInfo, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """What an engine computes with, of float32 master weights: BF16, by FP8 blocks where the plan says."""
-    tensors: dict[str, np.ndarray] = {}
-    for name, tensor in names.from_tree(run.hf_config, {path: np.asarray(a) for path, a in arrays.items()}):
-        if run.plan.formats[name] is Format.f32:
-            tensors[name] = tensor
-            continue
-        bits = host.float32_to_bfloat16_bits(tensor)
-        if run.plan.formats[name] is Format.fp8_block:
-            bits = host.dequantize_block_fp8(*host.quantize_block_fp8(bits), name=name)
-        tensors[name] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
-    return names.to_tree(run.hf_config, tensors.__getitem__)
-
-
-class Oracle:
-    """Log-probabilities of a trajectory's tokens under each version's checkpoint."""
-
-    def __init__(self, store: Store, run_dir: Path) -> None:
-        run, latest = load_run(store), read_latest(store)
-        assert run is not None and latest is not None
-        definition = define(ModelConfig.from_hf(run.hf_config, compute_dtype="float32"))
-        checkpoints = Checkpointer(run_dir / "checkpoints", keep=9, save_interval_steps=1)
-        self.params: dict[int, dict[str, np.ndarray]] = {}
-        ref = latest.manifest
-        while ref is not None:
-            manifest = read_manifest(store, ref, run)
-            stored = checkpoints._manager.restore(manifest.step)["arrays"]
-            arrays = {
-                path: np.asarray(stored[f"{'buffers' if path in definition.buffers else 'params'}/{path}"])
-                for path in definition.shapes
-            }
-            self.params[manifest.version] = served(run, arrays)
-            ref = manifest.parent
-        checkpoints.close()
-
-        @jax.jit
-        def table(params: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
-            """Of the token after each of `ids`, [1, LENGTH]: log-probabilities at temperature 1."""
-            positions, segments = jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32)
-            model = definition.bind(params)
-            hidden, _ = model(ids, positions, segments)
-            return jax.nn.log_softmax(model.logits(hidden).astype(jnp.float32))[0]
-
-        self._table = table
-
-    def of(self, trajectory: Trajectory, version: int) -> np.ndarray:
-        """Of every token, as `version` would have it; that of the first is 0."""
-        ids = np.zeros((1, LENGTH), np.int32)
-        ids[0, : len(trajectory.token_ids)] = trajectory.token_ids
-        logprobs = np.asarray(self._table(self.params[version], ids))
-        size = len(trajectory.token_ids)
-        return np.concatenate([[0.0], logprobs[np.arange(size - 1), trajectory.token_ids[1:]]])
+def versions(store: Store, run_dir: Path, oracle: ServedOracle) -> dict[int, Weights]:
+    """Of each published version: what an engine must hold, from the checkpoint of its step."""
+    run, latest = load_run(store), read_latest(store)
+    assert run is not None and latest is not None
+    checkpoints = Checkpointer(run_dir / "checkpoints", keep=9, save_interval_steps=1)
+    found: dict[int, Weights] = {}
+    ref = latest.manifest
+    while ref is not None:
+        manifest = read_manifest(store, ref, run)
+        stored = checkpoints._manager.restore(manifest.step)["arrays"]
+        kinds = {
+            path: "buffers" if path in oracle.definition.buffers else "params"
+            for path in oracle.definition.shapes
+        }
+        found[manifest.version] = oracle.served({path: stored[f"{kinds[path]}/{path}"] for path in kinds})
+        ref = manifest.parent
+    checkpoints.close()
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,9 +119,12 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> AsyncGrpoConfig:
 
 def test_the_first_batch_after_a_resume_comes_from_the_restored_weights(resumed):
     store = Store.open(resumed.store_url)
-    oracle = Oracle(store, resumed.run_dir)
+    run = load_run(store)
+    assert run is not None
+    oracle = ServedOracle(run, length=LENGTH)
+    weights = versions(store, resumed.run_dir, oracle)
     restored = STEPS + 1
-    assert sorted(oracle.params) == list(range(1, restored + 2))
+    assert sorted(weights) == list(range(1, restored + 2))
     made = {
         trajectory.trajectory_id: trajectory
         for key in store.list("trajectories/")
@@ -183,8 +143,9 @@ def test_the_first_batch_after_a_resume_comes_from_the_restored_weights(resumed)
         # Tokens after an update may look at keys and values from before it.
         told = trajectory.trainable & (trajectory.versions == version)
         found = trajectory.behavior_logprobs[told]
-        np.testing.assert_allclose(found, oracle.of(trajectory, version)[told], rtol=0, atol=TOLERANCE)
-        older = max(older, np.abs(found - oracle.of(trajectory, version - 1)[told]).max())
+        before, expected = (oracle.logprobs(weights[v], trajectory.token_ids) for v in (version - 1, version))
+        np.testing.assert_allclose(found, expected[told], rtol=0, atol=TOLERANCE)
+        older = max(older, np.abs(found - before[told]).max())
     assert older > 100 * TOLERANCE, "the oracle does not tell one version from the one before"
 
 

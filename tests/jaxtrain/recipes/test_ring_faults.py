@@ -14,7 +14,7 @@ from rollout_bridge.trajectories.plan import plan_steps
 from rollout_bridge.weights.chain import read_latest
 from tests.jaxtrain.recipes.ring import RL_STEPS, Ring
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]  # two runs each, on whatever machine
 
 
 def assert_sound(ring: Ring) -> None:
@@ -28,7 +28,7 @@ def assert_sound(ring: Ring) -> None:
 
 def finish(ring: Ring) -> None:
     last = ring.start()
-    output, _ = last.communicate(timeout=300)
+    output, _ = last.communicate(timeout=900)
     assert last.returncode == 0, output
 
 
@@ -56,7 +56,7 @@ def test_a_killed_parent_takes_its_processes_along(tmp_path):
     ring.wait(parent, lambda: len(ring.rl_rows()) >= 2)
     children = json.loads((ring.run_dir / "processes.json").read_text())
     parent.send_signal(signal.SIGKILL)
-    parent.wait(30)
+    parent.wait(60)
     finish(ring)
     for pid in children.values():
         with pytest.raises(ProcessLookupError):
@@ -68,7 +68,7 @@ def test_more_steps_may_be_asked_of_a_finished_run(tmp_path):
     ring = Ring(tmp_path)
     finish(ring)
     more = ring.start(f"rl.steps={RL_STEPS + 3}")
-    output, _ = more.communicate(timeout=300)
+    output, _ = more.communicate(timeout=900)
     assert more.returncode == 0, output
     store = Store.open(str(ring.run_dir / "store"))
     latest = read_latest(store)
