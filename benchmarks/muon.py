@@ -44,6 +44,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.commands.large_pages import use_large_pages
 from jaxtrain.config.load import load_config
 from jaxtrain.config.model import ModelSection
 from jaxtrain.data.batch import Batch
@@ -380,4 +381,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_large_pages()  # as `jaxtrain train` does
     main()

@@ -1,6 +1,6 @@
 """Speed of a whole training step against MaxText and torch, on one small mixture of experts.
 
-    python benchmarks/train_step.py [--peers maxtext,torch] [--rounds 5] [--steps 4]
+    python benchmarks/train_step.py [--peers maxtext,torch] [--rounds 5] [--steps 4] [--large-pages all]
 
 4 layers, width 256, 4 heads (2 KV) of 64, 8 experts top-2 of width 512 and no shared one, vocabulary 8192, 4
 rows of 256 tokens, float32, AdamW for all parameters, dropless. Each program runs in a process and an
@@ -20,7 +20,9 @@ all alike; medians over all turns. Prints one JSON object:
 Peers are installed under `--environments` the first time they are asked for: MaxText needs a Python 3.12.
 torch is Glm4Moe of transformers, grouped_mm experts, torch.compile. MaxText's rematerialisation is
 `minimal_with_context`, the least it has; the others recompute no layer. The learning rate is MaxText's 3e-5
-everywhere: at 1e-3 from random weights every token soon chooses the same two experts.
+everywhere: at 1e-3 from random weights every token soon chooses the same two experts. malloc has large pages
+as `jaxtrain train` sets them: by default for the peers as well, with `--large-pages ours` for ours alone (the
+peers as they come), with `none` for nobody.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from jaxtrain.commands.large_pages import with_large_pages
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "peers"
@@ -114,7 +118,7 @@ def _python(version: str) -> str:
 class Program:
     """A timed process. Everything but its answers goes to a log file."""
 
-    def __init__(self, name: str, python: Path, scratch: Path) -> None:
+    def __init__(self, name: str, python: Path, scratch: Path, *, large_pages: bool) -> None:
         self.name = name
         self.log = scratch / f"{name}.log"
         shape = {
@@ -123,7 +127,7 @@ class Program:
             "directory": str(scratch),
             "maxtext_remat_policy": "minimal_with_context",
         }
-        variables = {**os.environ}
+        variables = with_large_pages(os.environ) if large_pages else {**os.environ}
         if name == "ours":
             variables["PYTHONPATH"] = str(REPOSITORY)
         else:
@@ -210,6 +214,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each program in a round")
     parser.add_argument("--environments", type=Path, default=REPOSITORY / ".venv-peers")
+    parser.add_argument("--large-pages", choices=["all", "ours", "none"], default="all")
     arguments = parser.parse_args()
     peers = [peer for peer in arguments.peers.split(",") if peer]
     unknown = set(peers) - REQUIREMENTS.keys()
@@ -221,9 +226,10 @@ def main() -> None:
         programs: list[Program] = []
         try:
             for name, python in pythons.items():
-                programs.append(Program(name, python, Path(scratch)))
+                large_pages = arguments.large_pages in ("all", name)
+                programs.append(Program(name, python, Path(scratch), large_pages=large_pages))
             turns = measure(programs, rounds=arguments.rounds, steps=arguments.steps)
-            print(json.dumps(report(programs, turns), indent=2))
+            print(json.dumps({**report(programs, turns), "large_pages": arguments.large_pages}, indent=2))
         finally:
             for program in programs:
                 program.close()

@@ -1,6 +1,7 @@
 """Causal attention within packed documents: which implementation, and how it runs on a mesh.
 
-All implementations are the same function. XLA holds scores [S, S] and is left to the compiler's partitioner.
+All implementations are the same function. XLA holds the scores [S, S] of one layer at a time and is left to
+the compiler's partitioner.
 The others run on each device's own rows and heads. A sequence split between devices always takes the ring of
 chunks (`context_parallel`).
 """
@@ -103,7 +104,8 @@ def attend_documents(
     """
     chosen = resolve(implementation, dtype=q_BSHh.dtype, mesh=mesh)
     if chosen is AttentionImplementation.XLA:
-        return masked_attention(q_BSHh, k_BSKh, v_BSKh, documents.mask)
+        # Its scores [S, S] would be most of what a layer keeps, and cost less to compute again than to store.
+        return jax.checkpoint(masked_attention)(q_BSHh, k_BSKh, v_BSKh, documents.mask)
     local = {
         AttentionImplementation.CHUNKED: partial(_chunked, ring=_ring(mesh)),
         AttentionImplementation.CUDNN: _cudnn,
