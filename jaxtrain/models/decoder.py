@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtrain.models.attention_kernels import Documents, documents
 from jaxtrain.models.balance import RouterStatistics, stacked, statistics, without_routers
 from jaxtrain.models.config import ModelConfig, Remat
+from jaxtrain.models.embedding import embed
 from jaxtrain.models.layers import Cache, Layers, scan_layers
 from jaxtrain.models.mtp import NextTokenLayers
 from jaxtrain.models.norm import rms_norm
@@ -55,7 +56,7 @@ class Decoder(nnx.Module):
         """
         packed = self._documents(segment_ids_BS)
         cos_sin = self._rotation(positions_BS)
-        x = constrain(self._embed(tokens_BS), self.mesh)
+        x = constrain(self._embed(tokens_BS, self.mesh), self.mesh)
 
         def body(
             layer: Layers, x: jax.Array, replay: jax.Array | None
@@ -127,7 +128,7 @@ class Decoder(nnx.Module):
             depth: NextTokenLayers, hidden: jax.Array, inputs: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, tuple[jax.Array, RouterStatistics | None]]:
             tokens_BS, counted_BS = inputs
-            x = constrain(depth.join(self._embed(tokens_BS), hidden), self.mesh)
+            x = constrain(depth.join(self._embed(tokens_BS, self.mesh), hidden), self.mesh)
             x, seen = depth.layer.over_documents(x, cos_sin, packed)
             hidden = constrain(depth.normalised(x), self.mesh)
             return hidden, (hidden, statistics(seen.routing, counted_BS, self.config))
@@ -167,8 +168,8 @@ class Decoder(nnx.Module):
     def _stacks(self) -> list[Layers]:
         return [getattr(self, name) for name in ("dense", "moe") if hasattr(self, name)]
 
-    def _embed(self, tokens_BS: jax.Array) -> jax.Array:
-        return self.embedding[...].astype(self.config.compute_dtype)[tokens_BS]
+    def _embed(self, tokens_BS: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        return embed(self.embedding[...], tokens_BS, dtype=self.config.compute_dtype, mesh=mesh)
 
     def _documents(self, segment_ids_BS: jax.Array) -> Documents:
         config = self.config
