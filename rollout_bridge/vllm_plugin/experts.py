@@ -46,15 +46,25 @@ class Stacked:
     def name(self) -> str:
         return f"{self.experts.unit}.{self.parameter}"
 
-    def load(self) -> None:
-        """As one tensor; the layerwise reload must have been initialised."""
+    def load(self) -> Callable[[], None]:
+        """As one tensor; the layerwise reload must have been initialised.
+
+        The result gives the parameter its own loader back, for when the reload is finalised: what vLLM keeps
+        to restore the layer from shares it, and the next reload may come expert by expert.
+        """
         module = self.experts.module
-        parameter = module.get_parameter(self.parameter)
+        attributes = vars(module.get_parameter(self.parameter))
+        own = attributes["weight_loader"]
         # The reload wraps the loader that a parameter has: here the plain one, for the whole of it.
-        vars(parameter)["weight_loader"] = default_weight_loader
+        attributes["weight_loader"] = default_weight_loader
         loader = make_online_process_loader(module, self.parameter)
-        vars(parameter)["weight_loader"] = loader
-        loader(parameter, self.tensor)
+        attributes["weight_loader"] = loader
+        loader(module.get_parameter(self.parameter), self.tensor)
+
+        def give_back() -> None:
+            attributes["weight_loader"] = own
+
+        return give_back
 
 
 def routed_experts(model: torch.nn.Module) -> dict[str, Experts]:

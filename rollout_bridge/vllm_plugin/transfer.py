@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,7 @@ class Staging:
         self._experts = experts
         self._pin = pin
         self.stacked: list[Stacked] = []
+        self.give_back: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=f"stage-v{request.version}", daemon=True)
         self._thread.start()
 
@@ -231,8 +232,7 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             raise RuntimeError(f"version {update_info.version} asked for, staged is {self.stage_status()}")
         model: Any = self.model  # vLLM's models have load_weights; torch's type does not say so
         with _timed(staging), repacked_experts(model) if self.device.type == "cpu" else nullcontext():
-            for stacked in staging.stacked:
-                stacked.load()
+            staging.give_back = [stacked.load() for stacked in staging.stacked]
             loaded: set[str] = model.load_weights(staging.weights) or set()
         left_out = untouched_units(
             staging.names,
@@ -252,6 +252,8 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             raise RuntimeError("finish_weight_update without a staged version")
         with _timed(staging), quiet_reload():
             finalize_layerwise_reload(self.model, self.model_config)
+            for give_back in staging.give_back:
+                give_back()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
         self._staging = None  # drops the mapped pages and host copies
