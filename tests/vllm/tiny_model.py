@@ -20,7 +20,7 @@ from rollout_bridge.quantization.digest import digest
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.weights.manifest import ManifestRef
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorState
+from rollout_bridge.weights.mirror_view import MirrorState, layout
 from rollout_bridge.weights.run import RunInfo
 
 CONFIG: dict[str, Any] = {
@@ -143,8 +143,10 @@ def set_mirror(mirror: Mirror, run: RunInfo, tensors: Tensors, version: int) -> 
         digests={name: digest(value) for name, value in canonical.items()},
     )
 
-    def fill(tensor: Callable[[str], np.ndarray]) -> None:
-        for name, value in canonical.items():
-            tensor(name)[...] = value
+    def fill(file: Path) -> None:
+        data = np.memmap(file, mode="r+", dtype=np.uint8)
+        for name, offset in layout(run.tensors)[0].items():
+            data[offset : offset + canonical[name].nbytes] = canonical[name].view(np.uint8).reshape(-1)
+        data.flush()
 
     mirror.replace(run, state, fill)
