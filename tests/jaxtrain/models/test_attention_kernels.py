@@ -62,6 +62,18 @@ def test_an_implementation_equals_the_masked_softmax(way):
     assert (np.asarray(other)[SEGMENTS == 1] != np.asarray(found)[SEGMENTS == 1]).any()
 
 
+def test_the_backward_pass_is_given_no_scores():
+    """What the gradient keeps of whole-score attention is linear in the sequence, but for the mask."""
+    packed = documents(jnp.asarray(SEGMENTS), AttentionImplementation.XLA, dtype=jnp.float32, mesh=None)
+
+    def run(q, k, v):
+        return attend_documents(q, k, v, packed, implementation=AttentionImplementation.XLA, mesh=None)
+
+    _, backward = jax.vjp(run, Q, KEYS, VALUES)
+    kept = [x for x in jax.tree.leaves(backward) if x.dtype == jnp.float32]
+    assert sum(x.size for x in kept) <= Q.size + KEYS.size + VALUES.size
+
+
 def test_memory_is_linear_in_the_sequence():
     """Twice the sequence, at most 2.5 times the temporaries; scores [S, S] would take 4 times."""
 
