@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from rollout_bridge.quantization import digest
-from rollout_bridge.weights import chain
+from rollout_bridge.weights import chain, parts
 from rollout_bridge.weights.blobs import Changes, Contents, Pieces
 from rollout_bridge.weights.canonical import TensorSpec
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.journal import Change
+from rollout_bridge.weights.parts import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,20 @@ def fold(batch: Batch) -> list[Change]:
         change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
         found.append(dataclasses.replace(change, indices=_narrow(change.indices)))
     return found
+
+
+@dataclass(frozen=True)
+class Folding:
+    """`batch`, whose changes go to a part of the journal at `path`."""
+
+    batch: Batch
+    path: Path
+
+
+def fold_into(folding: Folding) -> Part:
+    """`fold`, without bringing the changes to anyone."""
+    offsets = {place.name: (place.offset, place.offset + place.spec.nbytes) for place in folding.batch.places}
+    return parts.write(folding.path, offsets, fold(folding.batch))
 
 
 def fill(batch: Batch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,7 +142,7 @@ def write(
     directory: str,
     label: str,
     preset: str,
-    pool: ThreadPoolExecutor,
+    pool: Executor,
     ahead: int,
     object_bytes: int,
 ) -> Written:
@@ -198,7 +198,7 @@ def _groups(patches: Sequence[Patch]) -> Iterator[list[Patch]]:
 
 
 def _in_order(  # noqa: ANN202
-    pool: ThreadPoolExecutor, groups: Iterable[list[Patch]], preset: str, *, ahead: int
+    pool: Executor, groups: Iterable[list[Patch]], preset: str, *, ahead: int
 ):
     waiting = []
     for group in groups:

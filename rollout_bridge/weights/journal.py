@@ -20,7 +20,7 @@ import xxhash
 
 _MAGIC = b"jaxtrain-journal-2\n"
 _LENGTH = struct.Struct("<Q")
-_HASH_BYTES = 16
+HASH_BYTES = 16
 
 
 class JournalError(ValueError):
@@ -38,7 +38,7 @@ class Change:
 
 def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
     """Writes and syncs the journal; a crash before the end leaves `path` absent, an exception nothing."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(path.name + ".tmp")
     try:
         _write(temporary, state, changes)
     except Exception:
@@ -74,7 +74,7 @@ def _write(temporary: Path, state: dict[str, Any], changes: Iterable[Change]) ->
 def read(path: Path) -> tuple[dict[str, Any], Iterator[Change]]:
     """(state, changes) of a journal, checked whole before the first change. Raises `JournalError`."""
     data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-    content, found = data[:-_HASH_BYTES], bytes(data[-_HASH_BYTES:])
+    content, found = data[:-HASH_BYTES], bytes(data[-HASH_BYTES:])
     if xxhash.xxh3_128(content.data).digest() != found:
         raise JournalError(f"{path}: damaged: its checksum does not match its content")
     if bytes(content[: len(_MAGIC)]) != _MAGIC:

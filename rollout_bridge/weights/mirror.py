@@ -3,6 +3,7 @@
 Invariants, whatever moment the process dies at:
 - after opening, the mirror is exactly one version, the one before or the one after an interrupted change;
 - a delta is journalled whole (absolute values) and synced before the first byte of `tensors.bin` changes;
+  a journal in parts counts when the list of them is there;
 - a full version is written beside the old one and renamed over it;
 - `version.json` moves after the bits are on disk, and the journal goes after `version.json`.
 """
@@ -15,18 +16,28 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rollout_bridge.weights import journal, materialize, mirror_view
+from rollout_bridge.weights import journal, materialize, mirror_view, parts
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
+from rollout_bridge.weights.parts import Part, Setting
 from rollout_bridge.weights.run import RunInfo
 
 logger = logging.getLogger(__name__)
 
 _LOCK, _JOURNAL = "lock", "journal.bin"
 _NEW_TENSORS, _NEW_VERSION = "tensors.new.bin", "version.new.json"
+
+Spread = Callable[[Callable[[Any], None], list[Any]], None]
+
+
+def one_by_one(work: Callable[[Any], None], items: list[Any]) -> None:
+    """The `Spread` of a process by itself."""
+    for item in items:
+        work(item)
 
 
 class Mirror:
@@ -49,6 +60,7 @@ class Mirror:
                 "a directory of its own"
             ) from error
         self._view: MirrorView | None = None
+        self._spread: Spread = one_by_one
         self._recover()
 
     @property
@@ -100,6 +112,7 @@ class Mirror:
         self._view = None
         for name in (mirror_view.VERSION, _NEW_VERSION, _JOURNAL, _NEW_TENSORS, mirror_view.TENSORS):
             (self.directory / name).unlink(missing_ok=True)
+        parts.remove(self.directory)
         journal.sync_directory(self.directory)
 
     def replace(self, run: RunInfo, state: MirrorState, fill: Callable[[Path], None]) -> None:
@@ -128,6 +141,22 @@ class Mirror:
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)
         self._redo_journal()
 
+    def apply_parts(self, state: MirrorState, written: Iterable[Part], spread: Spread) -> None:
+        """`apply`, of a journal whose parts are being `written` by others, in this directory.
+
+        spread: does `work` for each item of a list, anywhere on this host.
+        """
+        _ = self.view
+        try:
+            listed = [[part.path.name, part.hash] for part in written]
+            journal.sync_directory(self.directory)
+            journal.write(self.directory / _JOURNAL, state.to_json() | {"parts": listed}, ())
+        except Exception:
+            parts.remove(self.directory)
+            raise
+        self._spread = spread
+        self._redo_journal()
+
     def close(self) -> None:
         """Lets another process own the directory. The bits stay."""
         self._view = None
@@ -136,6 +165,8 @@ class Mirror:
     def _recover(self) -> None:
         for path in self.directory.glob("*.tmp"):
             path.unlink()
+        if not (self.directory / _JOURNAL).exists():
+            parts.remove(self.directory)  # of an update that never came to its journal
         if (self.directory / _NEW_VERSION).exists():
             logger.warning("mirror %s: finishing an interrupted full version", self.directory)
             self._redo_replace()
@@ -164,6 +195,10 @@ class Mirror:
         if self._view is None:
             raise journal.JournalError(f"{self.directory / _JOURNAL}: belongs to a version that is not there")
         state, changes = journal.read(self.directory / _JOURNAL)
+        pieces = [Part(self.directory / name, found) for name, found in state.pop("parts", ())]
+        spread, self._spread = self._spread, one_by_one
+        spread(parts.check, pieces)  # all of them, before the first bit changes
+        spread(parts.set_bits, [Setting(piece, self.directory / mirror_view.TENSORS) for piece in pieces])
         for change in changes:
             self._view.writable(change.name).reshape(-1)[change.indices] = change.values
         data = self._view.data
@@ -172,6 +207,7 @@ class Mirror:
         journal.replace_file(self.directory / mirror_view.VERSION, json.dumps(state).encode())
         (self.directory / _JOURNAL).unlink()
         journal.sync_directory(self.directory)
+        parts.remove(self.directory)
         self._open()
 
     def _open(self) -> None:

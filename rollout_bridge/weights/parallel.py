@@ -58,7 +58,7 @@ class Workers:
             return
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")  # threads and an accelerator's client do not fork
-            self._pool = ProcessPoolExecutor(self.count, spawn, initializer=_begin)
+            self._pool = ProcessPoolExecutor(self.count, spawn, initializer=begin)
         begun: deque[tuple[Future[_Result], int]] = deque()
         held = 0
         try:
@@ -90,7 +90,7 @@ class Workers:
             self._pool = None
 
 
-def _begin() -> None:
+def begin() -> None:
     """In a new process: ends with its parent, however that dies, and not by a key pressed in the terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -1,11 +1,14 @@
-"""Threads that take the processor time that others leave."""
+"""Threads and processes that take the processor time that others leave."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+from rollout_bridge.weights import parallel
 
 
 def yielding_pool(threads: int, name: str, *, niceness: int) -> ThreadPoolExecutor:
@@ -14,6 +17,17 @@ def yielding_pool(threads: int, name: str, *, niceness: int) -> ThreadPoolExecut
     Only on Linux, where a thread has a niceness of its own; lowering oneself needs no privileges there.
     """
     return ThreadPoolExecutor(threads, name, initializer=_lower, initargs=(niceness,))
+
+
+def yielding_processes(count: int, *, niceness: int) -> ProcessPoolExecutor:
+    """The same of processes, which take no time of the caller's interpreter either and end with it."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, spawn, initializer=_begin, initargs=(niceness,))
+
+
+def _begin(niceness: int) -> None:
+    parallel.begin()
+    _lower(niceness)
 
 
 def _lower(niceness: int) -> None:

@@ -9,18 +9,18 @@ version.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights import chain, decoding, mirror_view, parallel, run
+from rollout_bridge.weights import chain, decoding, mirror_view, parallel, parts, run
 from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.chain import Link
-from rollout_bridge.weights.decoding import Batch, Place
-from rollout_bridge.weights.journal import Change
+from rollout_bridge.weights.decoding import Batch, Folding, Place
 from rollout_bridge.weights.manifest import (
     QUARANTINE_PREFIX,
     BrokenVersion,
@@ -204,7 +204,7 @@ class Subscriber:
             else:
                 names = [name for name in state.digests if chain.objects_of(links, name)]
                 changed = frozenset(names)
-                self.mirror.apply(state, self._changes(links, blobs, names))
+                self._apply(state, links, blobs, names)
         finally:
             blobs.close()
         self._verify_bytes_of(changed)
@@ -217,54 +217,74 @@ class Subscriber:
         )
         return self._update(changed, len(state.digests))
 
+    def _here(self, places: list[Place]) -> bool:
+        """Whether it is too little to start processes for."""
+        return self._workers.count == 1 or sum(place.spec.nbytes for place in places) < self._inline_bytes
+
     def _fill(self, file: Path, links: list[Link], blobs: Blobs) -> None:
         """A full version and the deltas after it, straight into the new file."""
         specs = self.run.tensors
         offsets, _ = mirror_view.layout(specs)
         places = [Place(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
-        for _ in self._decoded(decoding.fill, file, places, links, blobs):
+        batches = self._batches_of(file, places, links, blobs)
+        for _ in self._decoded(decoding.fill, batches, here=self._here(places)):
             pass
 
-    def _changes(self, links: list[Link], blobs: Blobs, names: list[str]) -> Iterator[Change]:
+    def _apply(self, state: MirrorState, links: list[Link], blobs: Blobs, names: list[str]) -> None:
+        """What deltas change, by way of a journal: of this process, or in parts by those that decode."""
         view, last = self.mirror.view, links[-1]
-        places = _places(view, names)
-        for changes in self._decoded(decoding.fold, self.mirror.directory / TENSORS, places, links, blobs):
-            yield from changes
         for name in last.manifest.tensors.keys() - set(names):
             if last.manifest.tensors[name].digest_value != view.state.digests[name]:
                 raise BrokenVersion(last.ref, f"tensor {name}", "its digest moved, but no blob says how")
+        places = _places(view, names)
+        batches = self._batches_of(self.mirror.directory / TENSORS, places, links, blobs)
+        if self._here(places):
+            changes = itertools.chain.from_iterable(self._decoded(decoding.fold, batches, here=True))
+            self.mirror.apply(state, changes)
+            return
+        foldings = (
+            Folding(batch, self.mirror.directory / f"journal-{number:06d}{parts.SUFFIX}")
+            for number, batch in enumerate(batches)
+        )
+        written = self._workers.in_order(
+            decoding.fold_into,
+            foldings,
+            here=False,
+            cost=lambda folding: _WORKING_BYTES * folding.batch.nbytes,
+            limit=self._in_flight_bytes,
+        )
+        self.mirror.apply_parts(state, written, self._spread)
+
+    def _spread(self, work: Callable[[Any], None], items: list[Any]) -> None:
+        for _ in self._workers.in_order(work, items, here=False, cost=lambda item: 0, limit=0):
+            pass
 
     def _decoded(
-        self,
-        work: Callable[[Batch], _Result],
-        file: Path,
-        places: list[Place],
-        links: list[Link],
-        blobs: Blobs,
+        self, work: Callable[[Batch], _Result], batches: Iterable[Batch], *, here: bool
     ) -> Iterator[_Result]:
-        """`work` of every batch, with the objects of the next ones already on their way."""
+        return self._workers.in_order(
+            work,
+            batches,
+            here=here,
+            cost=lambda batch: _WORKING_BYTES * batch.nbytes,
+            limit=self._in_flight_bytes,
+        )
+
+    def _batches_of(
+        self, file: Path, places: list[Place], links: list[Link], blobs: Blobs
+    ) -> Iterator[Batch]:
+        """All of `places`, with the objects of the next ones already on their way."""
 
         def where(place: Place) -> list[tuple[int, str, int]]:
             pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
             return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
-        places = sorted(places, key=where)  # those that share a blob come together
-
-        def fetched() -> Iterator[Batch]:
-            batches = list(_batches(places))
-            for number, batch in enumerate(batches):
-                for coming in batches[number : number + _PREFETCHED]:
-                    for place in coming:
-                        blobs.prefetch(chain.objects_of(links, place.name))
-                yield Batch.of(file, batch, links, blobs)
-
-        return self._workers.in_order(
-            work,
-            fetched(),
-            here=sum(place.spec.nbytes for place in places) < self._inline_bytes,
-            cost=lambda batch: _WORKING_BYTES * batch.nbytes,
-            limit=self._in_flight_bytes,
-        )
+        batches = list(_batches(sorted(places, key=where)))  # those that share a blob come together
+        for number, batch in enumerate(batches):
+            for coming in batches[number : number + _PREFETCHED]:
+                for place in coming:
+                    blobs.prefetch(chain.objects_of(links, place.name))
+            yield Batch.of(file, batch, links, blobs)
 
     def _verify_bytes_of(self, changed: frozenset[str]) -> None:
         """Digests what is on disk, least recently checked first, within the budget of one update."""
@@ -291,13 +311,7 @@ class Subscriber:
         """
         places = _places(view, names)
         batches = [Batch(file=view.directory / TENSORS, places=tuple(batch)) for batch in _batches(places)]
-        found = self._workers.in_order(
-            decoding.digests,
-            batches,
-            here=sum(batch.nbytes for batch in batches) < self._inline_bytes,
-            cost=lambda batch: 0,
-            limit=0,
-        )
+        found = self._decoded(decoding.digests, batches, here=self._here(places))
         for batch, digests in zip(batches, found, strict=True):
             for place, digest in zip(batch.places, digests, strict=True):
                 view.check(place.name, digest)

@@ -11,6 +11,8 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +31,7 @@ from rollout_bridge.weights.manifest import (
 )
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorView
-from rollout_bridge.weights.priority import yielding_pool
+from rollout_bridge.weights.priority import yielding_pool, yielding_processes
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.subscriber import Subscriber
 
@@ -46,9 +48,9 @@ class WriterSettings:
     max_chain_fraction: a full version also when the deltas since the last one have grown to this part of it:
         a new reader then fetches at most about (1 + fraction) of a full version.
     preset: of the codec. object_bytes: blobs are packed into objects of about this size.
-    encoders: threads that compute: what changed, blobs, statistics; by default one for two cores, up to 8.
-        niceness: theirs, so that they take what a training step on the same cores leaves (Linux; 0: as any
-        thread).
+    encoders: processes that encode blobs, and threads that find what changed and count it; by default one for
+        two cores, up to 8. niceness: theirs, so that they take what a training step on the same cores leaves
+        (Linux; 0: as any thread). apart_bytes: a model of less, quantised, is encoded by the threads.
     scratch: local directory for rebuilding the head on a restart; needs the size of the quantised model.
     timeout: seconds to wait for other processes.
     process, processes: which writer of how many this is; process 0 commits.
@@ -58,7 +60,8 @@ class WriterSettings:
     preset: str = "small"
     object_bytes: int = 64 << 20
     encoders: int = field(default_factory=lambda: min(8, max(1, (os.cpu_count() or 1) // 2)))
-    niceness: int = 10
+    niceness: int = 5  # a quarter of a core that others keep busy, so that a version is not held up for long
+    apart_bytes: int = 1 << 21
     scratch: str | Path | None = None
     timeout: float = 600.0
     process: int = 0
@@ -92,6 +95,9 @@ class ChainWriter:
         self._reference = Reference()
         self._cleanup = contextlib.ExitStack()
         self._pool = yielding_pool(settings.encoders, "encode", niceness=settings.niceness)
+        self._encoders: Executor = self._pool
+        if sum(spec.nbytes for spec in run.tensors.values()) >= settings.apart_bytes:
+            self._encoders = yielding_processes(settings.encoders, niceness=settings.niceness)
         self._order = {name: position for position, name in enumerate(run.tensors)}
 
     @property
@@ -257,6 +263,7 @@ class ChainWriter:
 
     def close(self) -> None:
         """Ends the threads and removes the scratch files."""
+        self._encoders.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._remove_scratch()
 
@@ -266,16 +273,23 @@ class ChainWriter:
 
     def _encode(self, patches: Patches | None, label: str) -> encoder.Written:
         head, settings = self.head, self.settings
-        return encoder.write(
-            self.store,
-            sorted((patch for _, patch in patches or ()), key=lambda patch: self._order[patch.name]),
-            directory=version_directory(head.version + 1, head.incarnation),
-            label=f"{label}{settings.process:05d}",
-            preset=settings.preset,
-            pool=self._pool,
-            ahead=4 * settings.encoders,
-            object_bytes=settings.object_bytes,
-        )
+        try:
+            return encoder.write(
+                self.store,
+                sorted((patch for _, patch in patches or ()), key=lambda patch: self._order[patch.name]),
+                directory=version_directory(head.version + 1, head.incarnation),
+                label=f"{label}{settings.process:05d}",
+                preset=settings.preset,
+                pool=self._encoders,
+                ahead=4 * settings.encoders,
+                object_bytes=settings.object_bytes,
+            )
+        except BrokenProcessPool as error:
+            self._encoders = yielding_processes(settings.encoders, niceness=settings.niceness)
+            raise OSError(
+                "an encoding process died: the kernel kills one when memory runs out (dmesg says so). Others "
+                "are started for the next publication; set fewer encoders if it happens again"
+            ) from error
 
     def _wants_full(self) -> bool:
         head, settings = self.head, self.settings

@@ -1,5 +1,6 @@
 """A version decoded by several processes is the version decoded by one: same files, same errors, bounded."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollout_bridge.store import Store
-from rollout_bridge.weights import blobs, chain, journal, parallel, subscriber
+from rollout_bridge.weights import blobs, chain, mirror, parallel, subscriber
 from rollout_bridge.weights.blobs import Blobs
 from rollout_bridge.weights.manifest import BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
@@ -54,27 +55,91 @@ def reader_of(store, directory, workers=None):
 @pytest.mark.parametrize("stops", [(1, 2, 3), (1, 4), (6,)])
 def test_one_process_and_several_write_the_same_bytes(stops, published, workers, tmp_path, monkeypatch):
     store, trees = published
-    journals: list[bytes] = []
-    write = journal.write
-
-    def kept(path, *arguments):
-        write(path, *arguments)
-        journals.append(path.read_bytes())
-
-    monkeypatch.setattr(journal, "write", kept)
     files = []
     monkeypatch.setattr(subscriber, "_BATCH_BYTES", 20_000)
     for helpers in (None, workers):
-        journals.clear()
         reader = reader_of(store, tmp_path / f"{helpers}", helpers)
         for stop in stops:
             update = reader.advance(stop)
             assert update is not None and update.version == stop
         tiny.assert_holds(reader, trees[stops[-1]])
-        names = ("tensors.bin", "version.json", "index.json")
-        files.append([(reader.mirror.directory / name).read_bytes() for name in names] + journals)
-        assert len(journals) == len(stops) - 1
+        held = {path.name: path.read_bytes() for path in sorted(reader.mirror.directory.iterdir())}
+        files.append(held)
     assert files[0] == files[1]
+    assert set(files[0]) == {"index.json", "lock", "run.json", "tensors.bin", "version.json"}
+
+
+def moments(monkeypatch, name, count):
+    """The owner dies at the `count`th call of what `name` says; the processes it started do not notice."""
+    owner, attribute = {
+        "replace_file": (mirror.journal, "replace_file"),
+        "sync_directory": (mirror.journal, "sync_directory"),
+        "replace": (mirror.os, "replace"),
+        "unlink": (mirror.Path, "unlink"),
+        "flush": (mirror.np.memmap, "flush"),
+    }[name]
+    original, lives = getattr(owner, attribute), itertools.count(count, -1)
+
+    def dying(*args, **kwargs):
+        if next(lives) == 0:
+            raise tiny.Killed
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, dying)
+
+
+@pytest.mark.parametrize("moment", ["replace_file", "sync_directory", "replace", "unlink", "flush"])
+def test_an_owner_killed_at_any_moment_of_a_journal_in_parts_is_one_version_again(
+    moment, published, workers, tmp_path, monkeypatch
+):
+    store, trees = published
+    monkeypatch.setattr(subscriber, "_BATCH_BYTES", 20_000)
+    for count in itertools.count():  # dies at the first, second, ... call, until the update gets through
+        reader = reader_of(store, tmp_path / f"{count}", workers)
+        reader.advance(2)
+        with monkeypatch.context() as patch:
+            moments(patch, moment, count)
+            try:
+                reader.advance(3)
+                break
+            except tiny.Killed:
+                reader.mirror._lock.close()
+        reopened = reader_of(store, tmp_path / f"{count}")
+        assert reopened.mirror.version in (2, 3)
+        _ = reopened.run
+        tiny.assert_holds(reopened, trees[reopened.mirror.version])
+        assert not list(reopened.mirror.directory.glob("*.part*"))
+        reopened.advance(3)
+        tiny.assert_holds(reopened, trees[3])
+        reopened.mirror.close()
+    assert count > 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "of another update"])
+def test_a_damaged_part_is_not_believed(damage, published, workers, tmp_path, monkeypatch):
+    """Found before the first bit is set: what would complete the version is lost, the mirror is emptied."""
+    store, trees = published
+    monkeypatch.setattr(subscriber, "_BATCH_BYTES", 20_000)
+    reader = reader_of(store, tmp_path / "mirror", workers)
+    reader.advance(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.Mirror, "_redo_journal", lambda self: (_ for _ in ()).throw(tiny.Killed()))
+        with pytest.raises(tiny.Killed):
+            reader.advance(3)
+    reader.mirror._lock.close()
+    first, second, *_ = sorted(reader.mirror.directory.glob("*.part"))
+    if damage == "flipped":
+        content = bytearray(second.read_bytes())
+        content[len(content) // 2] ^= 1
+        second.write_bytes(content)
+    elif damage == "missing":
+        second.unlink()
+    else:
+        second.write_bytes(first.read_bytes())
+    reopened = reader_of(store, tmp_path / "mirror")
+    assert reopened.mirror.state is None and not list(reopened.mirror.directory.glob("*.part"))
+    reopened.advance(3)
+    tiny.assert_holds(reopened, trees[3])
 
 
 def test_an_error_in_one_tensor_stops_the_update_and_names_it(published, workers, tmp_path, monkeypatch):

@@ -44,6 +44,23 @@ def test_a_publication_computes_at_the_niceness_of_its_settings_and_writes_at_th
     trainer.close()
 
 
+def test_processes_encode_what_threads_do(tmp_path):
+    """Blob for blob, with the statistics."""
+    written = []
+    for apart_bytes in (0, 1 << 40):
+        store = tiny.open_store(f"{tmp_path.name}-{apart_bytes}")
+        trainer = tiny.publisher(store, apart_bytes=apart_bytes)
+        trainer.take_over()
+        tree = tiny.params()
+        for number in (1, 2):
+            stats = trainer.publish(tiny.on_device(tree), step=number).result(60).stats
+            tree = tiny.step(tree, number)
+        trainer.close()
+        blobs = {key: store.read(key) for key in store.list("weights/versions/") if key.endswith(".blob")}
+        written.append((blobs, stats))
+    assert written[0] == written[1] and len(written[0][0]) >= 2
+
+
 @pytest.mark.parametrize("value", [-1, 20])
 def test_a_niceness_out_of_range_is_refused(value, tmp_path):
     store = tiny.open_store(tmp_path.name)
