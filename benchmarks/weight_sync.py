@@ -53,7 +53,7 @@ from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.publisher import Publisher
+from rollout_bridge.weights.publisher import Publisher, WriterSettings
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.subscriber import Subscriber
 
@@ -245,7 +245,8 @@ async def measure(name: str, arguments: argparse.Namespace, directory: Path) -> 
     run, params = load_model(name, arguments.smollm2)
     store = Store.open(f"{directory}/store")
     runs.create_or_join(store, run)
-    publisher = Publisher(store, run=run, full_every=1 << 20)
+    # As on a host of its own: here the load's processes are beside it.
+    publisher = Publisher(store, run=run, full_every=1 << 20, settings=WriterSettings(niceness=0))
     publisher.take_over()
     mirror = Mirror(directory / "mirror")
     chain = Chain(publisher, Subscriber(store, mirror), params, arguments.update_rms)

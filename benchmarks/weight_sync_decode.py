@@ -12,10 +12,9 @@ other. Prints one JSON object. `seconds` of a delta, by processes and stage, med
     verify    changed tensors digested once more from the mirror (up to 64 MB)
     advance   all of it
 
-speedup: of `decode` and `advance`, of the most processes over the fewest. serial_fraction: the part of
-`decode` that does not get faster with more, 2 / speedup - 1 of two (Amdahl). gb_s: BF16 bytes of the model a
-second. parent_s: processor seconds of the process that hands out the work in `decode`, with the most
-processes: what bounds it on many cores. full_advance: a new reader's first, of the full version (processes
+speedup: of `decode` and `advance`, of the most processes over the fewest. parent_s: processor seconds of the
+process that hands out the work, with the most processes, by stage: what bounds it on many cores. gb_s: BF16
+bytes of the model a second. full_advance: a new reader's first, of the full version (processes
 start in it). peak_mb: of one delta, by processes, as the subscriber's Python and numpy allocate.
 """
 
@@ -41,7 +40,6 @@ from rollout_bridge import names
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights import journal
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.publisher import Publisher, WriterSettings
@@ -76,7 +74,6 @@ class Stages:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        journal.write = self._timed("decode", journal.write)
         Mirror._redo_journal = self._timed("apply", Mirror._redo_journal)
         Subscriber._verify_bytes_of = self._timed("verify", Subscriber._verify_bytes_of)
 
@@ -94,9 +91,10 @@ class Stages:
     def of(self, subscriber: Subscriber) -> dict[str, float]:
         """Seconds of the next update of `subscriber`."""
         self.seconds.clear()
-        began = time.perf_counter()
-        assert subscriber.advance() is not None
-        self.seconds["advance"] = time.perf_counter() - began
+        assert self._timed("advance", subscriber.advance)() is not None
+        for of in ("", "_parent"):
+            rest = self.seconds[f"apply{of}"] + self.seconds[f"verify{of}"]
+            self.seconds[f"decode{of}"] = self.seconds[f"advance{of}"] - rest
         return dict(self.seconds)
 
 
@@ -169,7 +167,6 @@ def main() -> None:
         count: {stage: statistics.median(each[stage] for each in found) for stage in found[0]}
         for count, found in seconds.items()
     }
-    parent = {count: of["decode_parent"] for count, of in medians.items()}
     fewest, most = min(medians), max(medians)
     speedup = {stage: medians[fewest][stage] / medians[most][stage] for stage in ("decode", "advance")}
     bf16_bytes = manifest.stats.full_bytes_bf16
@@ -179,8 +176,9 @@ def main() -> None:
                 "benchmark": "weight_sync_decode",
                 "seconds": medians,
                 "speedup": speedup,
-                "parent_s": parent[most],
-                "serial_fraction": (most / speedup["decode"] - 1) / (most - 1) if most > fewest else None,
+                "parent_s": {
+                    stage: medians[most][f"{stage}_parent"] for stage in ("decode", "apply", "verify")
+                },
                 "gb_s": {
                     count: {stage: bf16_bytes / 1e9 / of[stage] for stage in ("decode", "advance")}
                     for count, of in medians.items()

@@ -29,12 +29,14 @@ GLM_VOCABULARY = 151_552
 class Workload:
     """One version of one model, and one rank of the engine that takes it.
 
-    full_bytes: of the BF16 checkpoint, which codec speeds refer to. delta_bytes: of the version. rank_bytes,
-    rank_tensors: what one rank copies to its memory, and the checkpoint's tensors it handles for that.
+    full_bytes: of the BF16 checkpoint, which codec speeds refer to. delta_bytes: of the version. tensors: in
+    its manifest, scales included. rank_bytes, rank_tensors: what one rank copies to its memory, and the
+    checkpoint's tensors it handles for that.
     """
 
     full_bytes: float
     delta_bytes: float
+    tensors: float
     rank_bytes: float
     rank_tensors: float
 
@@ -43,7 +45,9 @@ class Workload:
 class Rates:
     """Bytes a second, seconds.
 
-    encode, decode: BF16 bytes a second of one core, of which there are encode_cores and decode_cores.
+    encode, decode, apply: BF16 bytes a second of one core, of which there are encode_cores and decode_cores
+    (decode up to the journal, apply from there to the mirror). serial: parts of decode and apply that gain
+    nothing from more cores. manifest: of a tensor in it, to write and to read it.
     link: from trainer to store and from store to host. copy: host memory to one rank's memory. tensor: of one
     tensor in the engine's loader. pack: bytes a second of a pass over a rank's weights (read and written), of
     which there are pack_passes. control: of the calls of an update together.
@@ -52,7 +56,11 @@ class Rates:
     encode: float
     encode_cores: float
     decode: float
+    apply: float
     decode_cores: float
+    decode_serial: float
+    apply_serial: float
+    manifest: float
     link: float
     copy: float
     tensor: float
@@ -69,18 +77,25 @@ class Stages:
     upload: float
     download: float
     decode: float
+    apply: float
+    manifest: float
     pause: float
     publish_to_served: float
 
 
 def predict(work: Workload, rates: Rates) -> Stages:
-    """publish_to_served = encode + upload + download + decode + pause, each work / rate.
+    """publish_to_served = encode + upload + download + decode + apply + manifest + pause, each work / rate.
 
+    n cores divide a time t by n but for its serial part s: t (s + (1 - s) / n), Amdahl.
     pause = control + rank_tensors x tensor + rank_bytes / copy + pack_passes x 2 rank_bytes / pack.
     Staging is not in it: an FP8 engine maps the mirror's pages.
     """
     encode = work.full_bytes / (rates.encode * rates.encode_cores)
-    decode = work.full_bytes / (rates.decode * rates.decode_cores)
+    decode, apply = (
+        work.full_bytes / rate * (serial + (1 - serial) / rates.decode_cores)
+        for rate, serial in ((rates.decode, rates.decode_serial), (rates.apply, rates.apply_serial))
+    )
+    manifest = work.tensors * rates.manifest
     transfer = work.delta_bytes / rates.link
     pause = (
         rates.control
@@ -93,8 +108,10 @@ def predict(work: Workload, rates: Rates) -> Stages:
         upload=transfer,
         download=transfer,
         decode=decode,
+        apply=apply,
+        manifest=manifest,
         pause=pause,
-        publish_to_served=encode + 2 * transfer + decode + pause,
+        publish_to_served=encode + 2 * transfer + decode + apply + manifest + pause,
     )
 
 
@@ -108,10 +125,11 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
     shapes = {source.name: source.shape for source in names.tensors(config)}
     layout = ServingLayout(tensor_parallel=ranks, expert_parallel=True)
     plan = plan_for(shapes, architecture="glm4_moe", serving=layout)
-    weights = rank_bytes = rank_tensors = 0.0
+    weights = tensors = rank_bytes = rank_tensors = 0.0
     for name, shape in shapes.items():
         size, form = math.prod(shape), plan.formats[name]
         weights += size
+        tensors += 1 + (form is Format.fp8_block)
         fp8 = form is Format.fp8_block
         scales = math.prod(-(-n // b) for n, b in zip(shape, BLOCK, strict=True)) if fp8 else 0
         rank_bytes += (size * {Format.fp8_block: 1, Format.bf16: 2, Format.f32: 4}[form] + 4 * scales) / ranks
@@ -124,6 +142,7 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
     return Workload(
         full_bytes=2 * weights,
         delta_bytes=delta_bytes_per_weight * weights,
+        tensors=tensors,
         rank_bytes=rank_bytes,
         rank_tensors=rank_tensors,
     )
@@ -132,14 +151,23 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
 # Measured by benchmarks/delta.py, preset `fast`, 4096x4096, RMS 1e-6 and 1e-5, interpolated (log-log) to
 # 2e-6, which is what Muon does at a learning rate of 1e-5: bytes a weight, BF16 bytes a second of one core.
 DELTA_BYTES_PER_WEIGHT = 0.0063
-ENCODE, DECODE = 1.0e9, 1.6e9
+ENCODE = 1.6e9
+# Measured by benchmarks/weight_sync_decode.py, 225M parameters, RMS 1e-6: decoding, digests and journal by
+# one process, setting the bits by one, and the parts of both that the process does which hands out the work.
+DECODE, DECODE_SERIAL = 1.31e9, 0.107
+APPLY, APPLY_SERIAL = 5.2e9, 1.0
+MANIFEST = 45e-6  # seconds a tensor: 25 to read and keep, 20 to make and write (pydantic, JSON; one core)
 # Data sheets: PCIe 5.0 x16 64 GB/s of which 50 are reached from pinned memory; HBM3e of an H200 4.8 TB/s, of
 # which 80% are reached; two CPUs of 48 cores or more. Assumed: 15 GB/s from memory that is not pinned.
 H200 = Rates(
     encode=ENCODE,
     encode_cores=256,  # 32 trainer hosts would have thousands
     decode=DECODE,
+    apply=APPLY,
     decode_cores=48,
+    decode_serial=DECODE_SERIAL,
+    apply_serial=APPLY_SERIAL,
+    manifest=MANIFEST,
     link=1.25e9,
     copy=50e9,
     tensor=200e-6,
@@ -167,7 +195,11 @@ def main() -> None:
         "as built": (H200, True),
         "memory not pinned": (dataclasses.replace(H200, copy=15e9), True),
         "experts one by one": (H200, False),
-        "one decoding core": (dataclasses.replace(H200, decode_cores=1), True),
+        "one decoding process": (dataclasses.replace(H200, decode_cores=1), True),
+        "journal and bits by all processes": (
+            dataclasses.replace(H200, decode_serial=0.0, apply_serial=0.0),
+            True,
+        ),
     }
     found: dict[str, Any] = {}
     for case, (rates, stacked) in cases.items():
