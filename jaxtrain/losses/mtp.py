@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.losses.target_logprobs import target_logprobs
+from jaxtrain.losses.target_logprobs import target_nll
 from jaxtrain.models.balance import RouterStatistics
 from jaxtrain.models.definition import Definition
 
@@ -67,9 +67,8 @@ def draft_loss(
         jnp.asarray(batch.segment_ids),
         counted_nBS=ahead.segment_ids,
     )
-    found = target_logprobs(definition, params, out_nBSD, ahead.targets, counted=ahead.weights != 0)
-    depths = ahead.tokens.shape[0]
-    return DraftLoss(-(found.logprobs * ahead.weights.reshape(-1)).sum() / depths, router)
+    found = target_nll(definition, params, out_nBSD, ahead.targets, ahead.weights)
+    return DraftLoss(found.loss / ahead.tokens.shape[0], router)
 
 
 def _shift(x_BS: jax.Array, by: int) -> jax.Array:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.losses.mtp import draft_loss
 from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
-from jaxtrain.losses.target_logprobs import target_logprobs
-from jaxtrain.losses.token_logprobs import TokenLogprobs
+from jaxtrain.losses.target_logprobs import target_logprobs, target_nll
 from jaxtrain.models.balance import RouterStatistics, joined
 from jaxtrain.models.definition import Definition
 from jaxtrain.training.step import MTP_METRIC, LossFunction, LossSums
@@ -23,14 +22,10 @@ POLICY_METRICS = ("entropy", "inside_fraction", "ratio", "log_ratio_squared")
 
 def next_token(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
     """Negative log-likelihood of the targets, summed with `loss_weights`."""
-    out, hidden, router = _forward(definition, params, batch, temperature=None)
-    weights = jnp.asarray(batch.loss_weights).reshape(-1)
-    sums = LossSums(
-        loss=-(out.logprobs * weights).sum(),
-        weight=weights.sum(),
-        metrics={"entropy": (out.entropy * weights).sum()},
-        router=router,
-    )
+    hidden, router = _hidden(definition, params, batch)
+    weights = jnp.asarray(batch.loss_weights)
+    out = target_nll(definition, params, hidden, jnp.asarray(batch.targets), weights)
+    sums = LossSums(loss=out.loss, weight=weights.sum(), metrics={"entropy": out.entropy}, router=router)
     return _with_drafts(sums, definition, params, hidden, batch)
 
 
@@ -41,8 +36,14 @@ def policy(*, eps_low: float, eps_high: float) -> LossFunction:
     """
 
     def loss(definition: Definition, params: Mapping[str, jax.Array], batch: Batch) -> LossSums:
-        out, hidden, router = _forward(
-            definition, params, batch, temperature=jnp.asarray(batch.temperature)
+        hidden, router = _hidden(definition, params, batch)
+        out = target_logprobs(
+            definition,
+            params,
+            hidden,
+            jnp.asarray(batch.targets),
+            temperature=jnp.asarray(batch.temperature),
+            counted=jnp.asarray(batch.loss_weights) != 0,
         )
         weights = jnp.asarray(batch.loss_weights).reshape(-1)
         sums = double_sided_importance_sampling(
@@ -94,21 +95,11 @@ def _with_drafts(
     )
 
 
-def _forward(
-    definition: Definition, params: Mapping[str, jax.Array], batch: Batch, *, temperature: jax.Array | None
-) -> tuple[TokenLogprobs, jax.Array, RouterStatistics]:
-    """Of the targets, final hidden states [B, S, D], and router statistics."""
+def _hidden(
+    definition: Definition, params: Mapping[str, jax.Array], batch: Batch
+) -> tuple[jax.Array, RouterStatistics]:
+    """Final hidden states [B, S, D], and router statistics."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     replay = None if batch.routed_experts is None else jnp.asarray(batch.routed_experts, jnp.int32)
-    hidden, router = definition.bind(params)(
-        tokens, positions, jnp.asarray(batch.segment_ids), replay_BSLk=replay
-    )
-    out = target_logprobs(
-        definition,
-        params,
-        hidden,
-        jnp.asarray(batch.targets),
-        temperature=temperature,
-        counted=jnp.asarray(batch.loss_weights) != 0,
-    )
-    return out, hidden, router
+    segments = jnp.asarray(batch.segment_ids)
+    return definition.bind(params)(tokens, positions, segments, replay_BSLk=replay)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,28 +43,42 @@ def token_logprobs(
     probability 0.
     """
     n = hidden_ND.shape[0]
-    chunk = min(chunk, n)
-    padding = -n % chunk
     inverse_N = jnp.ones((n,), jnp.float32) if temperature_N is None else 1.0 / temperature_N
     counted_N = jnp.ones((n,), bool) if counted_N is None else counted_N
-    order_N = jnp.argsort(~counted_N, stable=True)
-
-    def ordered(x_Nx: jax.Array) -> jax.Array:
-        moved = jnp.take(x_Nx, order_N, axis=0, unique_indices=True)
-        return jnp.pad(moved, ((0, padding), *((0, 0) for _ in x_Nx.shape[1:])))
-
-    vocabulary = head_DV.shape[1]
-    head = jnp.pad(head_DV, ((0, 0), (0, -vocabulary % VOCABULARY_MULTIPLE))).astype(hidden_ND.dtype)
+    order = Ordered(counted_N, chunk=min(chunk, n))
     found_2N = _chunked(
-        chunk, vocabulary, ordered(hidden_ND), head, ordered(targets_N), ordered(inverse_N), counted_N.sum()
+        order.chunk,
+        head_DV.shape[1],
+        order(hidden_ND),
+        padded_head(head_DV, hidden_ND.dtype),
+        order(targets_N),
+        order(inverse_N),
+        order.count,
     )
-    back_N = jnp.argsort(order_N)
+    back_N = jnp.argsort(order.order_N)
     logprobs, entropy = jnp.where(counted_N, found_2N[:, :n][:, back_N], 0.0)
     return TokenLogprobs(logprobs, jax.lax.stop_gradient(entropy))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(
+class Ordered:
+    """Puts arrays of tokens into whole chunks, the `count` counted ones first."""
+
+    def __init__(self, counted_N: jax.Array, *, chunk: int) -> None:
+        self.chunk = chunk
+        self.count = counted_N.sum()
+        self.order_N = jnp.argsort(~counted_N, stable=True)
+
+    def __call__(self, x_Nx: jax.Array) -> jax.Array:
+        moved = jnp.take(x_Nx, self.order_N, axis=0, unique_indices=True)
+        return jnp.pad(moved, ((0, -x_Nx.shape[0] % self.chunk), *((0, 0) for _ in x_Nx.shape[1:])))
+
+
+def padded_head(head_DV: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """With columns of zeros up to a multiple of `VOCABULARY_MULTIPLE`."""
+    return jnp.pad(head_DV, ((0, 0), (0, -head_DV.shape[1] % VOCABULARY_MULTIPLE))).astype(dtype)
+
+
+def _values(
     chunk: int,
     vocabulary: int,
     hidden_ND: jax.Array,
@@ -89,18 +102,20 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     def one(index: jax.Array, out_3N: jax.Array) -> jax.Array:
         start = index * chunk
-        logits_CV = _logits(_at(hidden_ND, start, chunk), head_DV, _at(inverse_N, start, chunk), vocabulary)
+        logits_CV = logits_of(
+            chunk_at(hidden_ND, start, chunk), head_DV, vocabulary, chunk_at(inverse_N, start, chunk)
+        )
         largest_C = logits_CV.max(axis=-1)
         raised_CV = jnp.exp(logits_CV - largest_C[:, None])
         total_C = raised_CV.sum(-1)
         normaliser_C = largest_C + jnp.log(total_C)
         mean_C = (raised_CV * jnp.maximum(logits_CV, jnp.finfo(jnp.float32).min)).sum(-1) / total_C
-        chosen_C = jnp.take_along_axis(logits_CV, _at(targets_N, start, chunk)[:, None], axis=-1)[:, 0]
+        chosen_C = jnp.take_along_axis(logits_CV, chunk_at(targets_N, start, chunk)[:, None], axis=-1)[:, 0]
         found_3C = jnp.stack([chosen_C - normaliser_C, normaliser_C - mean_C, normaliser_C])
         return jax.lax.dynamic_update_slice_in_dim(out_3N, found_3C, start, axis=1)
 
     empty = jnp.zeros((3, hidden_ND.shape[0]), jnp.float32)
-    out_3N = jax.lax.fori_loop(0, _chunks(count, chunk), one, empty)
+    out_3N = jax.lax.fori_loop(0, chunks_of(count, chunk), one, empty)
     return out_3N[:2], (hidden_ND, head_DV, targets_N, inverse_N, count, out_3N[2])
 
 
@@ -113,11 +128,13 @@ def _backward(
     def one(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         grad_hidden_ND, grad_head_DV = sums
         start = index * chunk
-        hidden_CD, targets_C = _at(hidden_ND, start, chunk), _at(targets_N, start, chunk)
-        logits_CV = _logits(hidden_CD, head_DV, _at(inverse_N, start, chunk), vocabulary)
-        probabilities_CV = jnp.exp(logits_CV - _at(normaliser_N, start, chunk)[:, None])
+        hidden_CD, targets_C = chunk_at(hidden_ND, start, chunk), chunk_at(targets_N, start, chunk)
+        logits_CV = logits_of(hidden_CD, head_DV, vocabulary, chunk_at(inverse_N, start, chunk))
+        probabilities_CV = jnp.exp(logits_CV - chunk_at(normaliser_N, start, chunk)[:, None])
         chosen_CV = jnp.arange(head_DV.shape[1])[None] == targets_C[:, None]
-        grad_CV = (jnp.where(chosen_CV, 1.0, 0.0) - probabilities_CV) * _at(grad_N, start, chunk)[:, None]
+        grad_CV = (jnp.where(chosen_CV, 1.0, 0.0) - probabilities_CV) * chunk_at(grad_N, start, chunk)[
+            :, None
+        ]
         grad_CV = grad_CV.astype(hidden_ND.dtype)
         grad_hidden_CD = jnp.einsum("CV,DV->CD", grad_CV, head_DV).astype(hidden_ND.dtype)
         grad_hidden_ND = jax.lax.dynamic_update_slice_in_dim(grad_hidden_ND, grad_hidden_CD, start, axis=0)
@@ -125,7 +142,7 @@ def _backward(
         return grad_hidden_ND, grad_head_DV + added_DV
 
     zeros = (jnp.zeros_like(hidden_ND), jnp.zeros(head_DV.shape, jnp.float32))
-    grad_hidden_ND, grad_head_DV = jax.lax.fori_loop(0, _chunks(count, chunk), one, zeros)
+    grad_hidden_ND, grad_head_DV = jax.lax.fori_loop(0, chunks_of(count, chunk), one, zeros)
     none = np.zeros(targets_N.shape, jax.dtypes.float0)
     return (
         grad_hidden_ND,
@@ -136,20 +153,25 @@ def _backward(
     )
 
 
+_chunked = jax.custom_vjp(_values, nondiff_argnums=(0, 1))
 _chunked.defvjp(_forward, _backward)
 
 
-def _logits(hidden_CD: jax.Array, head_DV: jax.Array, inverse_C: jax.Array, vocabulary: int) -> jax.Array:
-    """float32 [C, V] over the temperature; minus infinity in columns past the vocabulary."""
-    logits_CV = jnp.matmul(hidden_CD, head_DV, preferred_element_type=jnp.float32) * inverse_C[:, None]
+def logits_of(
+    hidden_CD: jax.Array, head_DV: jax.Array, vocabulary: int, inverse_C: jax.Array | None = None
+) -> jax.Array:
+    """float32 [C, V] times `inverse`; minus infinity in columns past the vocabulary."""
+    logits_CV = jnp.matmul(hidden_CD, head_DV, preferred_element_type=jnp.float32)
+    if inverse_C is not None:
+        logits_CV = logits_CV * inverse_C[:, None]
     if vocabulary == head_DV.shape[1]:
         return logits_CV
     return jnp.where(jnp.arange(head_DV.shape[1]) < vocabulary, logits_CV, -jnp.inf)
 
 
-def _chunks(count: jax.Array, chunk: int) -> jax.Array:
+def chunks_of(count: jax.Array, chunk: int) -> jax.Array:
     return -(-count // chunk)
 
 
-def _at(x_Nx: jax.Array, start: jax.Array, chunk: int) -> jax.Array:
+def chunk_at(x_Nx: jax.Array, start: jax.Array, chunk: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x_Nx, start, chunk, axis=0)

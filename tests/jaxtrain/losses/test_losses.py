@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
 from jaxtrain.losses.token_logprobs import token_logprobs
+from jaxtrain.losses.weighted_nll import weighted_nll
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -41,6 +42,33 @@ def test_chunks_change_neither_value_nor_gradient(chunk):
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_the_weighted_sum_has_value_and_gradient_of_the_plain_formula(chunk):
+    """Times a cotangent that is not 1, a vocabulary that is padded, weights of both signs and 0."""
+    rng = np.random.default_rng(2)
+    hidden, head = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((13, 8), (8, 21)))
+    targets, weights = jnp.asarray(rng.integers(0, 21, 13)), jnp.asarray(np.arange(13.0) % 4 - 1)
+
+    def plain(hidden, head):
+        logprobs = jax.nn.log_softmax(hidden @ head)
+        entropy = -(jnp.exp(logprobs) * logprobs).sum(-1) @ weights
+        return -3 * logprobs[jnp.arange(13), targets] @ weights, entropy
+
+    def chunked(hidden, head):
+        out = weighted_nll(hidden, head, targets, weights, chunk=chunk)
+        return 3 * out.loss, out.entropy
+
+    expected, found = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(hidden, head) for f in (plain, chunked)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(chunked(hidden, head), plain(hidden, head), rtol=1e-5)  # without a gradient
+    # Tokens of weight 0 in chunks of their own are not read.
+    unread = jnp.where(weights[:, None] == 0, jnp.inf, hidden)
+    assert np.isfinite(jnp.stack(chunked(unread, head))).all()
+
+
 def test_tokens_that_are_not_counted_are_neither_computed_nor_trained():
     """As the plain formula with their weights at 0; their own hidden state may even be infinite."""
     rng = np.random.default_rng(1)
@@ -61,7 +89,8 @@ def test_tokens_that_are_not_counted_are_neither_computed_nor_trained():
     assert np.isfinite(chunked(ignored, head))
 
 
-def test_peak_memory_grows_with_the_vocabulary_by_one_chunk_of_logits():
+@pytest.mark.parametrize("sums", [False, True])
+def test_peak_memory_grows_with_the_vocabulary_by_one_chunk_of_logits(sums):
     """Temporaries of value and gradient, apart from the head itself and its gradient, at two vocabularies."""
     tokens, width, chunk = 8192, 16, 128
 
@@ -71,6 +100,8 @@ def test_peak_memory_grows_with_the_vocabulary_by_one_chunk_of_logits():
         targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
         def loss(hidden, head, targets):
+            if sums:
+                return weighted_nll(hidden, head, targets, jnp.ones(tokens), chunk=chunk).loss
             return token_logprobs(hidden, head, targets, chunk=chunk).logprobs.sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()

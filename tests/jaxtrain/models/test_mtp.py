@@ -13,7 +13,7 @@ from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses import mtp
 from jaxtrain.losses.mtp import Further, draft_loss, further
 from jaxtrain.losses.objectives import next_token, policy
-from jaxtrain.losses.target_logprobs import target_logprobs
+from jaxtrain.losses.target_logprobs import target_nll
 from jaxtrain.models.definition import define, initialize
 from jaxtrain.models.layers import Cache
 from tests.jaxtrain.models.forward import CONFIG, perturbed_parameters
@@ -137,17 +137,17 @@ def test_tokens_without_weight_are_not_projected(params, monkeypatch):
     ahead = Further(**{name: np.asarray(value) for name, value in vars(further(batch, DEPTHS)).items()})
     seen = []
 
-    def watched(*arguments, **options):
-        seen.append(options)
-        return target_logprobs(*arguments, **options)
+    def watched(*arguments):
+        seen.append(arguments[-1])
+        return target_nll(*arguments)
 
     monkeypatch.setattr(mtp, "further", lambda batch, depths: ahead)
-    monkeypatch.setattr(mtp, "target_logprobs", watched)
+    monkeypatch.setattr(mtp, "target_nll", watched)
     hidden = jax.ShapeDtypeStruct((*batch.tokens.shape, WITH.hidden_size), jnp.float32)
     jax.eval_shape(lambda hidden: draft_loss(define(WITH), params, hidden, batch).loss, hidden)
-    [options] = seen
+    [weights] = seen
     assert 0 < (ahead.weights == 0).sum() < ahead.weights.size
-    np.testing.assert_array_equal(options["counted"], ahead.weights != 0)
+    np.testing.assert_array_equal(weights, ahead.weights)
 
 
 def test_gradients_reach_every_mtp_parameter_and_in_rl_nothing_else(params):

@@ -1,0 +1,150 @@
+"""Weighted negative log-likelihood of given tokens, with the gradient computed in the forward pass.
+
+Where weights are known beforehand, a chunk's gradient needs nothing but its logits: computed beside the loss,
+it saves projecting every token a second time, which `token_logprobs` has to do. The idea is that of fused
+linear cross entropies (Liger Kernel, arXiv 2410.10989, section 3.2).
+"""
+
+# N tokens, C tokens of a chunk, D model, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_of, padded_head
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WeightedNll:
+    """Float32 scalars, sums over tokens of weight times: negative log-likelihood; entropy in nats, which has
+    no gradient.
+    """
+
+    loss: jax.Array
+    entropy: jax.Array
+
+
+def weighted_nll(
+    hidden_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array, *, chunk: int = 1024
+) -> WeightedNll:
+    """Sums over tokens of -weight * log softmax(hidden @ head)[target], statistics in float32.
+
+    Tokens are projected once, `chunk` at a time, those of weight 0 not at all. Weights have no gradient. As
+    `token_logprobs` at temperature 1 in all else.
+    """
+    order = Ordered(weights_N != 0, chunk=min(chunk, hidden_ND.shape[0]))
+    loss, entropy = _summed(
+        order.chunk,
+        head_DV.shape[1],
+        order(hidden_ND),
+        padded_head(head_DV, hidden_ND.dtype),
+        order(targets_N),
+        order(weights_N.astype(jnp.float32)),
+        order.count,
+    )
+    return WeightedNll(loss, jax.lax.stop_gradient(entropy))
+
+
+def _sums(
+    chunk: int,
+    vocabulary: int,
+    hidden_ND: jax.Array,
+    head_DV: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    def one(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found = _chunk(index * chunk, chunk, vocabulary, hidden_ND, head_DV, targets_N, weights_N)
+        return sums[0] + found.loss, sums[1] + found.entropy
+
+    zero = jnp.zeros((), jnp.float32)
+    return jax.lax.fori_loop(0, chunks_of(count, chunk), one, (zero, zero))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """grad_CV: of the loss by the logits, in the dtype of the products."""
+
+    loss: jax.Array
+    entropy: jax.Array
+    hidden_CD: jax.Array
+    grad_CV: jax.Array
+
+
+def _chunk(
+    start: jax.Array,
+    chunk: int,
+    vocabulary: int,
+    hidden_ND: jax.Array,
+    head_DV: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+) -> _Chunk:
+    hidden_CD, targets_C, weights_C = (chunk_at(x, start, chunk) for x in (hidden_ND, targets_N, weights_N))
+    logits_CV = logits_of(hidden_CD, head_DV, vocabulary)
+    largest_C = logits_CV.max(axis=-1)
+    raised_CV = jnp.exp(logits_CV - largest_C[:, None])
+    total_C = raised_CV.sum(-1)
+    normaliser_C = largest_C + jnp.log(total_C)
+    mean_C = (raised_CV * jnp.maximum(logits_CV, jnp.finfo(jnp.float32).min)).sum(-1) / total_C
+    chosen_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1)[:, 0]
+    is_target_CV = jnp.arange(head_DV.shape[1])[None] == targets_C[:, None]
+    share_C = weights_C / total_C
+    grad_CV = raised_CV * share_C[:, None] - jnp.where(is_target_CV, weights_C[:, None], 0.0)
+    return _Chunk(
+        loss=jnp.where(weights_C != 0, weights_C * (normaliser_C - chosen_C), 0.0).sum(),
+        entropy=jnp.where(weights_C != 0, weights_C * (normaliser_C - mean_C), 0.0).sum(),
+        hidden_CD=hidden_CD,
+        grad_CV=grad_CV.astype(hidden_ND.dtype),
+    )
+
+
+def _forward(
+    chunk: int,
+    vocabulary: int,
+    hidden_ND: jax.Array,
+    head_DV: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    count: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    def one(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        loss, entropy, grad_hidden_ND, grad_head_DV = sums
+        start = index * chunk
+        found = _chunk(start, chunk, vocabulary, hidden_ND, head_DV, targets_N, weights_N)
+        grad_CD = jnp.einsum("CV,DV->CD", found.grad_CV, head_DV).astype(hidden_ND.dtype)
+        added_DV = jnp.einsum("CD,CV->DV", found.hidden_CD, found.grad_CV, preferred_element_type=jnp.float32)
+        return (
+            loss + found.loss,
+            entropy + found.entropy,
+            jax.lax.dynamic_update_slice_in_dim(grad_hidden_ND, grad_CD, start, axis=0),
+            grad_head_DV + added_DV,
+        )
+
+    zero = jnp.zeros((), jnp.float32)
+    empty = (zero, zero, jnp.zeros_like(hidden_ND), jnp.zeros(head_DV.shape, jnp.float32))
+    loss, entropy, *gradients = jax.lax.fori_loop(0, chunks_of(count, chunk), one, empty)
+    return (loss, entropy), (*gradients, head_DV[:0], targets_N, weights_N)
+
+
+def _backward(
+    chunk: int, vocabulary: int, residuals: tuple[jax.Array, ...], grads: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | np.ndarray, ...]:
+    grad_hidden_ND, grad_head_DV, head_0V, targets_N, weights_N = residuals
+    return (
+        (grads[0] * grad_hidden_ND).astype(grad_hidden_ND.dtype),
+        (grads[0] * grad_head_DV).astype(head_0V.dtype),
+        np.zeros(targets_N.shape, jax.dtypes.float0),
+        jnp.zeros_like(weights_N),
+        np.zeros((), jax.dtypes.float0),
+    )
+
+
+_summed = jax.custom_vjp(_sums, nondiff_argnums=(0, 1))
+_summed.defvjp(_forward, _backward)
