@@ -154,8 +154,8 @@ DELTA_BYTES_PER_WEIGHT = 0.0063
 ENCODE = 1.6e9
 # Measured by benchmarks/weight_sync_decode.py, 225M parameters, RMS 1e-6: decoding, digests and journal by
 # one process, setting the bits by one, and the parts of both that the process does which hands out the work.
-DECODE, DECODE_SERIAL = 1.31e9, 0.107
-APPLY, APPLY_SERIAL = 5.2e9, 1.0
+DECODE, DECODE_SERIAL = 1.47e9, 0.089
+APPLY, APPLY_SERIAL = 5.6e9, 0.166
 MANIFEST = 45e-6  # seconds a tensor: 25 to read and keep, 20 to make and write (pydantic, JSON; one core)
 # Data sheets: PCIe 5.0 x16 64 GB/s of which 50 are reached from pinned memory; HBM3e of an H200 4.8 TB/s, of
 # which 80% are reached; two CPUs of 48 cores or more. Assumed: 15 GB/s from memory that is not pinned.
@@ -196,7 +196,7 @@ def main() -> None:
         "memory not pinned": (dataclasses.replace(H200, copy=15e9), True),
         "experts one by one": (H200, False),
         "one decoding process": (dataclasses.replace(H200, decode_cores=1), True),
-        "journal and bits by all processes": (
+        "nothing left to one process": (
             dataclasses.replace(H200, decode_serial=0.0, apply_serial=0.0),
             True,
         ),
