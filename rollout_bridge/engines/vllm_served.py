@@ -90,7 +90,9 @@ class ServedVllm:
         if not self._serving:
             return None
         try:
-            version = await asyncio.wait_for(self._engine.version(), ANSWER_SECONDS)
+            # Not wait_for: until Python 3.12 it loses a cancellation that comes with the answer.
+            async with asyncio.timeout(ANSWER_SECONDS):
+                version = await self._engine.version()
         except (EngineError, TimeoutError) as error:
             self._missed += 1
             if self._missed < MISSED_ANSWERS and self.server.alive:

@@ -110,9 +110,8 @@ async def generate(
     tries, aborts, failing_since = 0, 0, None
     while asked:
         try:
-            completions = await asyncio.wait_for(
-                engine.generate(list(asked.values())), settings.generate_timeout_seconds
-            )
+            async with asyncio.timeout(settings.generate_timeout_seconds):
+                completions = await engine.generate(list(asked.values()))
             for request, completion in zip(asked.values(), completions, strict=True):
                 check_completion(completion, request, engine=engine.name)
         except (EngineError, TimeoutError, ValueError) as error:

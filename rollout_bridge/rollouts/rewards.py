@@ -84,7 +84,8 @@ class Scorer:
         thread = threading.Thread(target=work, name=f"score-{task.index}", daemon=True)
         thread.start()
         try:
-            return await asyncio.wait_for(future, self._timeout)
+            async with asyncio.timeout(self._timeout):
+                return await future
         except TimeoutError:
             self._abandoned.append(thread)
             logger.warning("%s: scoring task %d took over %s s", task.name, task.index, self._timeout)

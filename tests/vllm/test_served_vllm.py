@@ -164,6 +164,30 @@ def test_a_dead_server_has_no_version_and_is_started_again(host: Host) -> None:
     assert wait(host.engine.version()) == 4
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_that_comes_with_an_answer_is_not_lost(host: Host, turns: int) -> None:
+    """However many turns of the loop after the answer; else a server would not stop at the first SIGTERM."""
+    wait(host.engine.update(host.at(4)))
+
+    async def ask() -> bool:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def version() -> int:
+            return await answer
+
+        host.client.version = version
+        asked = asyncio.create_task(host.engine.version())
+        await asyncio.sleep(0.01)
+        answer.set_result(4)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        accepted = asked.cancel()
+        await asyncio.wait([asked])
+        return asked.cancelled() or not accepted
+
+    assert wait(ask())
+
+
 def test_silence_is_asked_again_and_then_given_up(host: Host) -> None:
     wait(host.engine.update(host.at(4)))
     host.client.failure = "no route"

@@ -49,7 +49,9 @@ def of_many_modules(name: str) -> bool:
 
 def test_logprobs_are_those_of_transformers(deployment: Deployment, tmp_path: Path) -> None:
     """At the request's temperature: BF16 against float32 arithmetic on the same weights, and random weights
-    amplify rounding (mean 0.03, largest 0.16 seen). At another temperature they are far off.
+    amplify rounding (mean 0.03, largest 0.16 seen). At another temperature they are far off. Where two
+    experts are nearly as good, rounding decides which one a token gets: such tokens are left out (scores
+    0.003 apart made 4.2 of difference once, and transformers in BF16 chose as the server did).
     """
 
     async def serve() -> Completion:
@@ -62,15 +64,26 @@ def test_logprobs_are_those_of_transformers(deployment: Deployment, tmp_path: Pa
     checkpoint = tiny_model.write_checkpoint(tmp_path / "checkpoint", deployment.tensors)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routed: list[torch.Tensor] = []
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[0].reshape(ids.shape[1], -1)))
     with torch.no_grad():
         logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
+    clear = np.ones(24, bool)
+    for gate, inputs in zip(gates, routed, strict=True):
+        scores = torch.sigmoid(inputs @ gate.weight.detach().T) + gate.e_score_correction_bias
+        k = model.config.num_experts_per_tok
+        best = scores.topk(k + 1).values[len(PROMPT) - 1 : -1]
+        clear &= (best[:, k - 1] - best[:, k]).numpy() > 0.01
 
     def expected(temperature: float) -> np.ndarray:
         table = torch.log_softmax(logits / temperature, -1)
         return table.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
 
     assert completion.token_ids.shape == completion.logprobs.shape == (24,)
-    difference = np.abs(completion.logprobs - expected(0.7))
+    assert clear.sum() >= 20
+    difference = np.abs(completion.logprobs - expected(0.7))[clear]
     assert difference.mean() < 0.08
     assert difference.max() < 0.4
     assert np.abs(completion.logprobs - expected(1.0)).mean() > 0.2
