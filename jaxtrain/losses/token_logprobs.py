@@ -105,13 +105,8 @@ def _forward(
         logits_CV = logits_of(
             chunk_at(hidden_ND, start, chunk), head_DV, vocabulary, chunk_at(inverse_N, start, chunk)
         )
-        largest_C = logits_CV.max(axis=-1)
-        raised_CV = jnp.exp(logits_CV - largest_C[:, None])
-        total_C = raised_CV.sum(-1)
-        normaliser_C = largest_C + jnp.log(total_C)
-        mean_C = (raised_CV * jnp.maximum(logits_CV, jnp.finfo(jnp.float32).min)).sum(-1) / total_C
-        chosen_C = jnp.take_along_axis(logits_CV, chunk_at(targets_N, start, chunk)[:, None], axis=-1)[:, 0]
-        found_3C = jnp.stack([chosen_C - normaliser_C, normaliser_C - mean_C, normaliser_C])
+        found = softmax_of(logits_CV, chunk_at(targets_N, start, chunk))
+        found_3C = jnp.stack([found.logprobs_C, found.entropy_C, found.normaliser_C])
         return jax.lax.dynamic_update_slice_in_dim(out_3N, found_3C, start, axis=1)
 
     empty = jnp.zeros((3, hidden_ND.shape[0]), jnp.float32)
@@ -167,6 +162,28 @@ def logits_of(
     if vocabulary == head_DV.shape[1]:
         return logits_CV
     return jnp.where(jnp.arange(head_DV.shape[1]) < vocabulary, logits_CV, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """raised / total: probabilities. logprobs: of the targets. normaliser: log of the sum of exponentials."""
+
+    raised_CV: jax.Array
+    total_C: jax.Array
+    logprobs_C: jax.Array
+    entropy_C: jax.Array
+    normaliser_C: jax.Array
+
+
+def softmax_of(logits_CV: jax.Array, targets_C: jax.Array) -> Softmax:
+    """Logits may be minus infinity, the targets' excepted."""
+    largest_C = logits_CV.max(axis=-1)
+    raised_CV = jnp.exp(logits_CV - largest_C[:, None])
+    total_C = raised_CV.sum(-1)
+    normaliser_C = largest_C + jnp.log(total_C)
+    mean_C = (raised_CV * jnp.maximum(logits_CV, jnp.finfo(jnp.float32).min)).sum(-1) / total_C
+    chosen_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1)[:, 0]
+    return Softmax(raised_CV, total_C, chosen_C - normaliser_C, normaliser_C - mean_C, normaliser_C)
 
 
 def chunks_of(count: jax.Array, chunk: int) -> jax.Array:

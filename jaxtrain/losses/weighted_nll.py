@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_of, padded_head
+from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_of, padded_head, softmax_of
 
 
 @jax.tree_util.register_dataclass
@@ -87,19 +87,13 @@ def _chunk(
     weights_N: jax.Array,
 ) -> _Chunk:
     hidden_CD, targets_C, weights_C = (chunk_at(x, start, chunk) for x in (hidden_ND, targets_N, weights_N))
-    logits_CV = logits_of(hidden_CD, head_DV, vocabulary)
-    largest_C = logits_CV.max(axis=-1)
-    raised_CV = jnp.exp(logits_CV - largest_C[:, None])
-    total_C = raised_CV.sum(-1)
-    normaliser_C = largest_C + jnp.log(total_C)
-    mean_C = (raised_CV * jnp.maximum(logits_CV, jnp.finfo(jnp.float32).min)).sum(-1) / total_C
-    chosen_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1)[:, 0]
+    found = softmax_of(logits_of(hidden_CD, head_DV, vocabulary), targets_C)
     is_target_CV = jnp.arange(head_DV.shape[1])[None] == targets_C[:, None]
-    share_C = weights_C / total_C
-    grad_CV = raised_CV * share_C[:, None] - jnp.where(is_target_CV, weights_C[:, None], 0.0)
+    share_C = weights_C / found.total_C
+    grad_CV = found.raised_CV * share_C[:, None] - jnp.where(is_target_CV, weights_C[:, None], 0.0)
     return _Chunk(
-        loss=jnp.where(weights_C != 0, weights_C * (normaliser_C - chosen_C), 0.0).sum(),
-        entropy=jnp.where(weights_C != 0, weights_C * (normaliser_C - mean_C), 0.0).sum(),
+        loss=jnp.where(weights_C != 0, -weights_C * found.logprobs_C, 0.0).sum(),
+        entropy=jnp.where(weights_C != 0, weights_C * found.entropy_C, 0.0).sum(),
         hidden_CD=hidden_CD,
         grad_CV=grad_CV.astype(hidden_ND.dtype),
     )

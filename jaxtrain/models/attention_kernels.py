@@ -1,9 +1,8 @@
 """Causal attention within packed documents: which implementation, and how it runs on a mesh.
 
 All implementations are the same function. XLA holds the scores [S, S] of one layer at a time and is left to
-the compiler's partitioner.
-The others run on each device's own rows and heads. A sequence split between devices always takes the ring of
-chunks (`context_parallel`).
+the compiler's partitioner. The others run on each device's own rows and heads. A sequence split between
+devices always takes the ring of chunks (`context_parallel`).
 """
 
 # B rows, S sequence, H heads, K kv heads, G = H/K, h head dim
