@@ -25,12 +25,10 @@ from rollout_bridge import serve as serving
 from rollout_bridge.engines.protocol import EngineError, KvPolicy, Request, VersionSpan
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
-from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.serve import ServeError, ServeSettings, serve
 from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.publisher import Publisher
-from rollout_bridge.weights.run import RunInfo
 from tests.vllm import tiny_model
 from tests.vllm.conftest import free_port
 
@@ -46,18 +44,6 @@ serve(ServeSettings(store=sys.argv[1], state_directory=pathlib.Path(sys.argv[2])
 DEADLINE = 400.0
 
 Params = dict[str, np.ndarray]
-
-
-def initial(run: RunInfo) -> Params:
-    random = np.random.default_rng(1)
-    return {
-        path: (
-            1 + 0.1 * random.standard_normal(shape)
-            if "norm" in path
-            else 2 * shape[-2 if len(shape) > 1 else -1] ** -0.5 * random.standard_normal(shape)
-        ).astype(np.float32)
-        for path, shape in ((path, stacked_shape(group)) for path, group in paths(run.sources).items())
-    }
 
 
 def nudged(params: Params, seed: int, *, only: str = "") -> Params:
@@ -131,7 +117,7 @@ def test_a_server_follows_the_chain_survives_a_failed_update_and_ends_on_sigterm
     run = runs.create_or_join(store, tiny_model.run_info())
     publisher = Publisher(store, run=run, full_every=100)
     publisher.take_over()
-    params = initial(run)
+    params = tiny_model.random_params(run, seed=1)
 
     def publish(tree: Params, step: int) -> int:
         arrays = {path: jax.numpy.asarray(array) for path, array in tree.items()}

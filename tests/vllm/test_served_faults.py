@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from rollout_bridge.engines.protocol import Completion, Request
-from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
 from tests.faults.fleet import Host, until
@@ -48,7 +47,7 @@ class VllmHost(Host):
 
     def publish(self, tree: tiny.Params | None = None) -> int:
         version = self.trainer.head.version + 1
-        tree = random_tree(self.trainer.run, seed=version) if tree is None else tree
+        tree = tiny_model.random_params(self.trainer.run, seed=version) if tree is None else tree
         self.weights[version] = self.oracle.served(tree)
         return super().publish(tree)
 
@@ -84,20 +83,6 @@ class VllmHost(Host):
                 )
             self.largest = max(self.largest, found)
             self._count(port, version, end)
-
-
-def random_tree(run: runs.RunInfo, *, seed: int) -> tiny.Params:
-    """Parameters with logits that deviate by about 2, so that versions are told apart by any token."""
-    random = np.random.default_rng(seed)
-    shapes = {path: stacked_shape(group) for path, group in paths(run.sources).items()}
-    return {
-        path: (
-            1 + 0.1 * random.standard_normal(shape)
-            if "norm" in path
-            else 2 * shape[-2 if len(shape) > 1 else -1] ** -0.5 * random.standard_normal(shape)
-        ).astype(np.float32)
-        for path, shape in shapes.items()
-    }
 
 
 @pytest.fixture(scope="module")

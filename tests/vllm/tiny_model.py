@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_bridge import names
+from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.digest import digest
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.weights.manifest import ManifestRef
@@ -83,6 +84,20 @@ def random_tensors(run: RunInfo, seed: int, wanted: Callable[[str], bool] = lamb
         else:
             tensors[name] = (values * (0.1 if name.endswith("bias") else 0.3)).to(torch.bfloat16)
     return tensors
+
+
+def random_params(run: RunInfo, *, seed: int) -> dict[str, np.ndarray]:
+    """Parameters with logits that deviate by about 2, so that versions are told apart by any token."""
+    random = np.random.default_rng(seed)
+    shapes = {path: stacked_shape(group) for path, group in paths(run.sources).items()}
+    return {
+        path: (
+            1 + 0.1 * random.standard_normal(shape)
+            if "norm" in path
+            else 2 * shape[-2 if len(shape) > 1 else -1] ** -0.5 * random.standard_normal(shape)
+        ).astype(np.float32)
+        for path, shape in shapes.items()
+    }
 
 
 def _blocks(shape: torch.Size) -> list[tuple[int, int, slice, slice]]:
