@@ -17,6 +17,10 @@ def register() -> None:
     """Make the backend known to vLLM. Calling it again in the same process changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from rollout_bridge.vllm_plugin.queues import wait_without_spinning
+
+    wait_without_spinning()
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rollout_bridge.vllm_plugin.transfer", "MirrorWeightTransferEngine"

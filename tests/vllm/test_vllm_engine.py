@@ -137,6 +137,11 @@ def test_weights_change_under_running_requests(deployment: Deployment, kv_policy
     """
     first = deployment.version
     updated = asyncio.Event()
+    # twice the same expert layer, then all modules
+    news = [
+        tiny_model.random_tensors(deployment.run, seed + first, wanted)
+        for seed, wanted in ((2, of_moe_layer), (3, of_many_modules), (4, lambda name: True))
+    ]
 
     async def client(engine: VllmEngine, name: int) -> list[Completion]:
         completions = []
@@ -148,12 +153,10 @@ def test_weights_change_under_running_requests(deployment: Deployment, kv_policy
     async def run() -> tuple[list[Completion], Completion]:
         engine = deployment.client(kv_policy)
         clients = [asyncio.create_task(client(engine, name)) for name in range(4)]
-        # twice the same expert layer, then all modules
-        for seed, wanted in ((2, of_moe_layer), (3, of_many_modules), (4, lambda name: True)):
+        for new in news:
             await asyncio.sleep(0.5)
-            report = await deployment.publish(
-                engine, tiny_model.random_tensors(deployment.run, seed + first, wanted)
-            )
+            update = await asyncio.to_thread(deployment.move_mirror, new)  # answers arrive meanwhile
+            report = await engine.update(update)
             assert report.version == deployment.version
             assert 0 < report.pause_ms <= report.total_ms
             assert report.tensors > 0

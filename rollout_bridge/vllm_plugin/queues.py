@@ -1,0 +1,31 @@
+"""How vLLM's processes wait for each other on hosts that compute on their CPU cores.
+
+vLLM 0.32's readers of its shared memory queues call `sched_yield` in a loop for a second after each message,
+so an engine core that waits for its worker occupies a whole core while the worker computes. Where the cores
+are what the model runs on, the worker's threads and every neighbour of the server (the sync agent, rollout
+workers) lose it: on two cores an agent's copy of 0.1 s took 3 to 10 s, as long as requests ran.
+"""
+
+from __future__ import annotations
+
+import time
+
+SLEEP_SECONDS = 1e-4
+"""Between two looks at a queue: small beside a step of any model on CPU cores (5 ms and more)."""
+
+
+def wait_without_spinning() -> None:
+    """Let readers and writers of this process sleep between two looks at a queue; on CPU platforms only.
+
+    vLLM's idle mode, which waits for a notification, does not serve: it may miss one, and looks again after
+    five seconds. Calling it again in the same process changes nothing.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        vars(shm_broadcast)["sched_yield"] = _sleep
+
+
+def _sleep() -> None:
+    time.sleep(SLEEP_SECONDS)
