@@ -9,6 +9,7 @@ workers) lose it: on two cores an agent's copy of 0.1 s took 3 to 10 s, as long 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 SLEEP_SECONDS = 1e-4
 """Between two looks at a queue: small beside a step of any model on CPU cores (5 ms and more)."""
@@ -24,7 +25,8 @@ def wait_without_spinning() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        vars(shm_broadcast)["sched_yield"] = _sleep
+        queues: Any = shm_broadcast
+        queues.sched_yield = _sleep
 
 
 def _sleep() -> None:
