@@ -1,9 +1,10 @@
 """What bringing a mirror to the next version costs, by stage, with one decoding process and with several.
 
     python benchmarks/weight_sync_decode.py [--decoders 1 2] [--rms 1e-6] [--preset fast] [--versions 3]
-        [--experts 6] [--directory /dev/shm]
+        [--experts 6] [--layers 2] [--hidden 5120] [--intermediate 1536] [--directory /dev/shm]
 
-A model of GLM-4.5's expert matrices (1536x5120, block FP8; 215M parameters by default) is published in
+A model of GLM-4.5's expert matrices (1536x5120, block FP8; 215M parameters by default; `--layers 92
+--experts 160 --hidden 128 --intermediate 128` has GLM-4.5's number of tensors) is published in
 `--versions` deltas; a subscriber and mirror for each number of processes take them in turn, each after the
 other. Prints one JSON object. `seconds` of a delta, by processes and stage, medians:
 
@@ -13,9 +14,11 @@ other. Prints one JSON object. `seconds` of a delta, by processes and stage, med
     advance   all of it
 
 speedup: of `decode` and `advance`, of the most processes over the fewest. parent_s: processor seconds of the
-process that hands out the work, with the most processes, by stage: what bounds it on many cores. gb_s: BF16
-bytes of the model a second. full_advance: a new reader's first, of the full version (processes
-start in it). peak_mb: of one delta, by processes, as the subscriber's Python and numpy allocate.
+process that hands out the work, with the most processes, by stage. hand_out: milliseconds of wall time for a
+batch of 64 MB, as large models have them, fetched, checked and sent to processes that do nothing with it:
+what bounds decoding on many cores. gb_s: BF16 bytes of the model a second. full_advance: a new reader's
+first, of the full version (processes start in it). peak_mb: of one delta, by processes, as the subscriber's
+Python and numpy allocate.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +44,27 @@ from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
+from rollout_bridge.weights import subscriber
+from rollout_bridge.weights.blobs import Blobs
+from rollout_bridge.weights.chain import Link, read_manifest
+from rollout_bridge.weights.decoding import Folding
 from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.mirror_view import TENSORS
+from rollout_bridge.weights.parts import Part
 from rollout_bridge.weights.publisher import Publisher, WriterSettings
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.subscriber import Subscriber
 
 
-def config(experts: int) -> dict[str, Any]:
-    """Two layers with the matrices of GLM-4.5's experts."""
+def config(*, layers: int, experts: int, hidden: int, intermediate: int) -> dict[str, Any]:
+    """GLM-4.5's kind of layers, the first one dense."""
     return {
         "model_type": "glm4_moe",
         "vocab_size": 2048,
-        "hidden_size": 5120,
-        "intermediate_size": 1536,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 2,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": intermediate,
+        "num_hidden_layers": layers,
         "first_k_dense_replace": 1,
         "n_routed_experts": experts,
         "num_experts_per_tok": 2,
@@ -98,6 +107,46 @@ class Stages:
         return dict(self.seconds)
 
 
+def last_link(reader: Subscriber) -> Link:
+    """The version that the mirror holds, as the change it came by."""
+    ref = reader.mirror.view.state.ref
+    return Link(ref, read_manifest(reader.store, ref, reader.run), whole=False)
+
+
+def nothing(folding: Folding) -> Part:
+    return Part(folding.path, "")
+
+
+def hand_out(reader: Subscriber, links: list[Link], batches: int = 400) -> dict[str, float]:
+    """Wall time of handing out batches of `links`' tensors, over and over, objects fetched anew each time."""
+    view = reader.mirror.view
+    places = subscriber._places(view, [name for name in view.specs if links[-1].pieces(name)])
+    tensors = 0
+
+    def foldings() -> Iterator[Folding]:
+        nonlocal tensors
+        number = 0
+        while number < batches:
+            blobs = Blobs(reader.store)
+            for batch in reader._batches_of(view.directory / TENSORS, places, links, blobs):
+                number += 1
+                tensors += len(batch.places)
+                yield Folding(batch, view.directory / f"journal-{number}.part")
+            blobs.close()
+
+    size, subscriber._BATCH_BYTES = subscriber._BATCH_BYTES, 1 << 26
+    began = time.perf_counter()
+    done = sum(
+        1
+        for _ in reader._workers.in_order(
+            nothing, foldings(), here=False, cost=lambda folding: 0, limit=1 << 40
+        )
+    )
+    seconds = time.perf_counter() - began
+    subscriber._BATCH_BYTES = size
+    return {"ms": 1e3 * seconds / done, "tensors_a_batch": tensors / done}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,9 +156,17 @@ def main() -> None:
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--versions", type=int, default=3)
     parser.add_argument("--experts", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--intermediate", type=int, default=1536)
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
-    hf_config = config(options.experts)
+    hf_config = config(
+        layers=options.layers,
+        experts=options.experts,
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+    )
     shapes = {source.name: source.shape for source in names.tensors(hf_config)}
     run = RunInfo.new(hf_config, plan_for(shapes, architecture="glm4_moe", serving=None))
     random = np.random.default_rng(0)
@@ -155,6 +212,8 @@ def main() -> None:
                     full[count] = found["advance"]
                 else:
                     seconds[count].append(found)
+        last = readers[max(readers)]
+        handed_out = hand_out(last, [last_link(last)]) if max(readers) > 1 else None
         bits = [
             {name: reader.mirror.tensor(name) for name in reader.mirror.view.specs}
             for reader in readers.values()
@@ -179,6 +238,7 @@ def main() -> None:
                 "parent_s": {
                     stage: medians[most][f"{stage}_parent"] for stage in ("decode", "apply", "verify")
                 },
+                "hand_out": handed_out,
                 "gb_s": {
                     count: {stage: bf16_bytes / 1e9 / of[stage] for stage in ("decode", "advance")}
                     for count, of in medians.items()

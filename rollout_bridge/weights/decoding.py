@@ -6,7 +6,7 @@ Only what a batch needs travels: its part of the manifests and its pieces, fetch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from rollout_bridge.weights.canonical import TensorSpec
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.parts import Part
+
+_WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +55,19 @@ class Batch:
         return cls(file=file, places=tuple(places), links=tuple(parts), contents=Contents.of(blobs, wanted))
 
     @property
-    def nbytes(self) -> int:
-        return sum(place.spec.nbytes for place in self.places)
+    def working_bytes(self) -> int:
+        """Memory that a process takes for it, about: what it is sent, and one tensor after the other."""
+        largest = max((place.spec.nbytes for place in self.places), default=0)
+        return _WORKING_BYTES * largest + sum(map(len, self.contents.held.values()))
 
 
-def fold(batch: Batch) -> list[Change]:
+def fold(batch: Batch) -> Iterator[Change]:
     """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = Changes(batch.contents)
-    found = []
     for place in batch.places:
         change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
-        found.append(dataclasses.replace(change, indices=_narrow(change.indices)))
-    return found
+        yield dataclasses.replace(change, indices=_narrow(change.indices))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ version.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _CACHED_MANIFESTS = 64
-_WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
-_BATCH_BYTES = 1 << 24  # of tensors that one process decodes at once
+_BATCH_BYTES = 1 << 24  # of tensors that one process decodes at once, where there are few
+_LARGE = 4  # times as much where there are many: to hand out a batch costs half a millisecond of one process
+_TURNS = 8  # batches a process, from which there are many
 _PREFETCHED = 2  # batches whose objects are on their way before they are asked for
 
 
@@ -250,13 +252,16 @@ class Subscriber:
             decoding.fold_into,
             foldings,
             here=False,
-            cost=lambda folding: _WORKING_BYTES * folding.batch.nbytes,
+            cost=lambda folding: folding.batch.working_bytes,
             limit=self._in_flight_bytes,
         )
         self.mirror.apply_parts(state, written, self._spread)
 
     def _spread(self, work: Callable[[Any], None], items: list[Any]) -> None:
-        for _ in self._workers.in_order(work, items, here=False, cost=lambda item: 0, limit=0):
+        share = max(1, len(items) // (_TURNS * self._workers.count))
+        shares = [items[begin : begin + share] for begin in range(0, len(items), share)]
+        each = functools.partial(parallel.each, work)
+        for _ in self._workers.in_order(each, shares, here=False, cost=lambda items: 0, limit=0):
             pass
 
     def _decoded(
@@ -266,7 +271,7 @@ class Subscriber:
             work,
             batches,
             here=here,
-            cost=lambda batch: _WORKING_BYTES * batch.nbytes,
+            cost=lambda batch: batch.working_bytes,
             limit=self._in_flight_bytes,
         )
 
@@ -279,12 +284,27 @@ class Subscriber:
             pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
             return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
-        batches = list(_batches(sorted(places, key=where)))  # those that share a blob come together
+        batches = list(self._batches(sorted(places, key=where)))  # those that share a blob come together
         for number, batch in enumerate(batches):
             for coming in batches[number : number + _PREFETCHED]:
                 for place in coming:
                     blobs.prefetch(chain.objects_of(links, place.name))
             yield Batch.of(file, batch, links, blobs)
+
+    def _batches(self, places: list[Place]) -> Iterator[list[Place]]:
+        """Neighbours that fill a batch together."""
+        fair = sum(place.spec.nbytes for place in places) // (_TURNS * self._workers.count)
+        limit = max(_BATCH_BYTES, min(fair, _LARGE * _BATCH_BYTES))
+        batch: list[Place] = []
+        nbytes = 0
+        for place in places:
+            if batch and nbytes + place.spec.nbytes > limit:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(place)
+            nbytes += place.spec.nbytes
+        if batch:
+            yield batch
 
     def _verify_bytes_of(self, changed: frozenset[str]) -> None:
         """Digests what is on disk, least recently checked first, within the budget of one update."""
@@ -310,7 +330,8 @@ class Subscriber:
         Raises `MirrorError` naming the first wrong one.
         """
         places = _places(view, names)
-        batches = [Batch(file=view.directory / TENSORS, places=tuple(batch)) for batch in _batches(places)]
+        file = view.directory / TENSORS
+        batches = [Batch(file=file, places=tuple(batch)) for batch in self._batches(places)]
         found = self._decoded(decoding.digests, batches, here=self._here(places))
         for batch, digests in zip(batches, found, strict=True):
             for place, digest in zip(batch.places, digests, strict=True):
@@ -345,16 +366,3 @@ def _places(view: MirrorView, names: Iterable[str]) -> list[Place]:
         for name in names
     ]
 
-
-def _batches(places: list[Place]) -> Iterator[list[Place]]:
-    """Neighbours of about `_BATCH_BYTES` together."""
-    batch: list[Place] = []
-    nbytes = 0
-    for place in places:
-        if batch and nbytes + place.spec.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(place)
-        nbytes += place.spec.nbytes
-    if batch:
-        yield batch
