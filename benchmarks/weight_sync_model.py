@@ -23,6 +23,7 @@ from rollout_bridge import names
 from rollout_bridge.quantization.plan import BLOCK, Format, ServingLayout, plan_for
 
 GLM_VOCABULARY = 151_552
+BATCH_BYTES = 1 << 26  # of what one process decodes at once, where there is much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,9 @@ class Rates:
     """Bytes a second, seconds.
 
     encode, decode, apply: BF16 bytes a second of one core, of which there are encode_cores and decode_cores
-    (decode up to the journal, apply from there to the mirror). serial: parts of decode and apply that gain
-    nothing from more cores. manifest: of a tensor in it, to write and to read it.
+    (decode up to the journal, apply from there to the mirror). What gains nothing from more cores: batch, of
+    the process that hands one of `BATCH_BYTES` to others; decode_tensor, with reading the manifest, and
+    apply_tensor, of a tensor in that process. manifest: of a tensor, to write it. verify: the second look.
     link: from trainer to store and from store to host. copy: host memory to one rank's memory. tensor: of one
     tensor in the engine's loader. pack: bytes a second of a pass over a rank's weights (read and written), of
     which there are pack_passes. control: of the calls of an update together.
@@ -58,8 +60,10 @@ class Rates:
     decode: float
     apply: float
     decode_cores: float
-    decode_serial: float
-    apply_serial: float
+    batch: float
+    decode_tensor: float
+    apply_tensor: float
+    verify: float
     manifest: float
     link: float
     copy: float
@@ -86,14 +90,22 @@ class Stages:
 def predict(work: Workload, rates: Rates) -> Stages:
     """publish_to_served = encode + upload + download + decode + apply + manifest + pause, each work / rate.
 
-    n cores divide a time t by n but for its serial part s: t (s + (1 - s) / n), Amdahl.
+    decode = bytes / (rate x cores) + batches x batch + tensors x decode_tensor, though handing out and
+    decoding overlap; apply = bytes / (rate x cores) + tensors x apply_tensor + verify.
     pause = control + rank_tensors x tensor + rank_bytes / copy + pack_passes x 2 rank_bytes / pack.
     Staging is not in it: an FP8 engine maps the mirror's pages.
     """
     encode = work.full_bytes / (rates.encode * rates.encode_cores)
-    decode, apply = (
-        work.full_bytes / rate * (serial + (1 - serial) / rates.decode_cores)
-        for rate, serial in ((rates.decode, rates.decode_serial), (rates.apply, rates.apply_serial))
+    batches = work.full_bytes / 2 / BATCH_BYTES  # of FP8 codes
+    decode = (
+        work.full_bytes / (rates.decode * rates.decode_cores)
+        + batches * rates.batch
+        + work.tensors * rates.decode_tensor
+    )
+    apply = (
+        work.full_bytes / (rates.apply * rates.decode_cores)
+        + work.tensors * rates.apply_tensor
+        + rates.verify
     )
     manifest = work.tensors * rates.manifest
     transfer = work.delta_bytes / rates.link
@@ -152,11 +164,13 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
 # 2e-6, which is what Muon does at a learning rate of 1e-5: bytes a weight, BF16 bytes a second of one core.
 DELTA_BYTES_PER_WEIGHT = 0.0063
 ENCODE = 1.6e9
-# Measured by benchmarks/weight_sync_decode.py, 225M parameters, RMS 1e-6: decoding, digests and journal by
-# one process, setting the bits by one, and the parts of both that the process does which hands out the work.
-DECODE, DECODE_SERIAL = 1.47e9, 0.089
-APPLY, APPLY_SERIAL = 5.6e9, 0.166
-MANIFEST = 45e-6  # seconds a tensor: 25 to read and keep, 20 to make and write (pydantic, JSON; one core)
+# Measured by benchmarks/weight_sync_decode.py --experts 12, RMS 1e-6: decoding, digests and journal by one
+# process, setting the bits by one, handing out a batch, and looking at 64 MB a second time.
+DECODE, APPLY, BATCH, VERIFY = 2.25e9, 7.8e9, 0.96e-3, 0.15
+# The same with 21,650 tensors (--layers 23 --experts 160 --hidden 128 --intermediate 128): processor seconds
+# of the process that hands out, a tensor.
+DECODE_TENSOR, APPLY_TENSOR = 50e-6, 4e-6
+MANIFEST = 20e-6  # seconds a tensor to make and write (pydantic, JSON; one core); reading is in DECODE_TENSOR
 # Data sheets: PCIe 5.0 x16 64 GB/s of which 50 are reached from pinned memory; HBM3e of an H200 4.8 TB/s, of
 # which 80% are reached; two CPUs of 48 cores or more. Assumed: 15 GB/s from memory that is not pinned.
 H200 = Rates(
@@ -165,8 +179,10 @@ H200 = Rates(
     decode=DECODE,
     apply=APPLY,
     decode_cores=48,
-    decode_serial=DECODE_SERIAL,
-    apply_serial=APPLY_SERIAL,
+    batch=BATCH,
+    decode_tensor=DECODE_TENSOR,
+    apply_tensor=APPLY_TENSOR,
+    verify=VERIFY,
     manifest=MANIFEST,
     link=1.25e9,
     copy=50e9,
@@ -196,10 +212,6 @@ def main() -> None:
         "memory not pinned": (dataclasses.replace(H200, copy=15e9), True),
         "experts one by one": (H200, False),
         "one decoding process": (dataclasses.replace(H200, decode_cores=1), True),
-        "nothing left to one process": (
-            dataclasses.replace(H200, decode_serial=0.0, apply_serial=0.0),
-            True,
-        ),
     }
     found: dict[str, Any] = {}
     for case, (rates, stacked) in cases.items():
