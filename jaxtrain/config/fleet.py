@@ -138,6 +138,12 @@ class WeightSection(Section):
         "full again once the deltas since add up to this much of one: a new reader fetches twice one at most",
     )
     publish_every: PositiveInt = setting(1, "optimizer steps between versions")
+    preset: Literal["small", "fast"] = setting(
+        "small",
+        "of the delta codec: fast takes 1.2 to 1.4 times the bytes and decodes 3 times as fast, for models "
+        "that take seconds to decode",
+        resumable=True,
+    )
     tensor_parallel: PositiveInt = setting(
         1, "ranks of each engine: layers whose slices they cannot take in 128-blocks are not quantised"
     )

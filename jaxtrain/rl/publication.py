@@ -78,11 +78,7 @@ class Publications:
             store,
             run=create_or_join(store, mine),
             full_every=config.weights.full_every,
-            settings=WriterSettings(
-                max_chain_fraction=config.weights.full_fraction,
-                process=processes.process_index(),
-                processes=processes.process_count(),
-            ),
+            settings=writer_settings(config.weights),
             retention=Retention(
                 versions=config.weights.retention_versions,
                 seconds=config.weights.retention_s,
@@ -167,6 +163,16 @@ class Publications:
 
     def close(self) -> None:
         self.publisher.close()
+
+
+def writer_settings(section: WeightSection) -> WriterSettings:
+    """How this process writes its part of a version."""
+    return WriterSettings(
+        preset=section.preset,
+        max_chain_fraction=section.full_fraction,
+        process=processes.process_index(),
+        processes=processes.process_count(),
+    )
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import MODEL_PRESETS
 from jaxtrain.config.resume import claim_run, differences
 from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, as_plain
+from jaxtrain.rl.publication import writer_settings
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -133,3 +134,9 @@ def test_the_layout_of_the_engines_is_part_of_the_run() -> None:
     for name in ("tensor_parallel", "data_parallel", "expert_parallel"):
         assert not (fields[name].json_schema_extra or {}).get("resumable")
     assert (fields["retention_s"].json_schema_extra or {}).get("resumable")
+
+
+def test_the_writer_of_versions_does_as_the_config_says() -> None:
+    asked = writer_settings(quickstart("weights.preset=fast", "weights.full_fraction=0.5").weights)
+    assert (asked.preset, asked.max_chain_fraction) == ("fast", 0.5)
+    assert writer_settings(quickstart().weights).preset == "small"
