@@ -214,9 +214,10 @@ def _normalise(url: str) -> str:
         path = os.path.abspath(os.path.expanduser(path))
     path = os.path.normpath(path)
     parent = os.path.dirname(path)
+    # In this order: another process may create the directory between any two looks.
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise StoreError(f"store {url}: {path} is a file, expected a directory; choose another path")
     if not os.path.isdir(path):
-        if os.path.exists(path):
-            raise StoreError(f"store {url}: {path} is a file, expected a directory; choose another path")
         if not os.path.isdir(parent):
             raise StoreError(
                 f"store {url}: its parent directory {parent} does not exist. Mount it or create it, "

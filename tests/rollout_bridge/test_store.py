@@ -1,5 +1,6 @@
 """Laws of the store: conditional writes are exclusive, and a store without them is refused on opening."""
 
+import os
 import threading
 
 import pytest
@@ -152,3 +153,16 @@ def test_an_unwritable_place_is_named(tmp_path):
     (tmp_path / "store" / "probes").write_text("a file where a directory is needed")
     with pytest.raises(StoreError, match=r"store file://.*probes/.*failed.*this process may use it"):
         Store.open(f"{tmp_path}/store")
+
+
+def test_two_that_open_a_new_store_at_once_both_get_it(tmp_path, monkeypatch):
+    """The other one creates the directory right after this one has seen that it is not there."""
+    path, isdir = tmp_path / "store", os.path.isdir
+
+    def seen_before(asked):
+        found = isdir(asked)
+        path.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr("rollout_bridge.store.os.path.isdir", seen_before)
+    assert Store.open(str(path)).create_json("a.json", {})
