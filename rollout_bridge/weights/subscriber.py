@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _CACHED_MANIFESTS = 64
 _BATCH_BYTES = 1 << 24  # of tensors that one process decodes at once, where there are few
-_LARGE = 4  # times as much where there are many: to hand out a batch costs half a millisecond of one process
+_LARGE = 4  # times as much where there are many: to hand out a batch costs a millisecond of one process
 _TURNS = 8  # batches a process, from which there are many
 _PREFETCHED = 2  # batches whose objects are on their way before they are asked for
 
@@ -365,4 +365,3 @@ def _places(view: MirrorView, names: Iterable[str]) -> list[Place]:
         Place(name=name, spec=view.specs[name], offset=view.offsets[name], before=view.state.digests[name])
         for name in names
     ]
-
