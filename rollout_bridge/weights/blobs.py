@@ -78,21 +78,28 @@ class Blobs:
                 coming = self._coming[key] = self._pool.submit(self._store.read, key)
         try:
             data = coming.result()  # a read ends within the store's timeout
-        finally:
+        except BaseException:
             with self._lock:
-                first = self._coming.get(key) is coming
-                if first:
-                    del self._coming[key]
-        if first and data is not None:
-            self._keep(key, data)
+                self._arrived(key, coming)
+            raise
+        with self._lock:  # kept in the same breath: whoever asks next finds it in one place or the other
+            if self._arrived(key, coming) and data is not None:
+                self._keep(key, data)
         return data
 
+    def _arrived(self, key: str, coming: Future[bytes | None]) -> bool:
+        """Whether the caller, who holds the lock, is the first to have got what was coming."""
+        first = self._coming.get(key) is coming
+        if first:
+            del self._coming[key]
+        return first
+
     def _keep(self, key: str, data: bytes) -> None:
-        with self._lock:
-            self._kept[key] = data
-            self._kept_bytes += len(data)
-            while self._kept_bytes > self._limit and len(self._kept) > 1:
-                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+        """Of a caller who holds the lock."""
+        self._kept[key] = data
+        self._kept_bytes += len(data)
+        while self._kept_bytes > self._limit and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     def _forget(self, key: str, data: bytes | None) -> None:
         """Makes the next one who asks fetch again, unless another thread has done so."""
