@@ -24,7 +24,7 @@ from rollout_bridge.weights.publisher import WriterSettings
 from rollout_bridge.weights.writer import ChainWriter
 from tests.faults.fleet import Host, until
 from tests.rollout_bridge.weights import tiny
-from tests.rollout_bridge.weights.test_faults import DAMAGES, damage
+from tests.rollout_bridge.weights.chains import DAMAGES, damage
 
 
 @contextmanager

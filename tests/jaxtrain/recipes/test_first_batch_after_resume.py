@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -33,6 +32,7 @@ from rollout_bridge.weights.subscriber import Subscriber
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
 from tests.served_oracle import ServedOracle, Weights
 
+pytestmark = pytest.mark.usefixtures("one_device")
 STEPS = 2  # of RL before the resume; one after it
 LENGTH = 48
 TOLERANCE = 1e-4
@@ -91,15 +91,6 @@ def versions(store: Store, run_dir: Path, oracle: ServedOracle) -> dict[int, Wei
         ref = manifest.parent
     checkpoints.close()
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """Compiling for eight would take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        one = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *_: one)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -24,17 +23,16 @@ from jaxtrain.recipes import sft
 from jaxtrain.training.checkpoint_reader import CheckpointReader
 from tests.jaxtrain.huggingface.directories import LLAMA, random_tensors, read, same_bytes, write
 
+pytestmark = pytest.mark.usefixtures("one_device")
 CONFIG = Path(__file__).parents[3] / "configs" / "sft.yaml"
 VOCABULARY = 330  # no multiple of 64: given weights keep their size
 MODEL = LLAMA | {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """Compiling for eight would take most of the time. The commands log to a stream that ends with them."""
+def quiet_commands():
+    """The commands log to a stream that ends with them."""
     with pytest.MonkeyPatch.context() as patch:
-        one = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *_: one)
         for module in (export, import_):
             patch.setattr(sys.modules[module.__module__], "log_to_stderr", lambda: None)
         yield

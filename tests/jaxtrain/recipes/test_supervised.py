@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from jaxtrain.recipes import sft
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_device")
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "sft.yaml"
 SMALL_MODEL = (
@@ -52,15 +52,6 @@ def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     stored = checkpoints._manager.restore(step)["arrays"]
     checkpoints.close()
     return {path: np.asarray(value) for path, value in stored.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """Compiling for eight would take most of the time, and mesh tests are elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        one = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *_: one)
-        yield
 
 
 @pytest.fixture(scope="module")

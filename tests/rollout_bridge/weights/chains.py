@@ -1,0 +1,58 @@
+"""Chains of known trees, and how they break."""
+
+from rollout_bridge.store import Store
+from rollout_bridge.weights.manifest import Manifest
+from rollout_bridge.weights.publisher import Publisher
+from tests.rollout_bridge.weights import tiny
+
+TREES = [tiny.params()]
+for _number in range(1, 8):
+    TREES.append(tiny.step(TREES[-1], _number))
+
+
+def mortal(name: str) -> tiny.Mortal:
+    tiny.open_store(name)
+    return tiny.Mortal.open(f"memory://{name}", probe=False)
+
+
+def publish(trainer: Publisher, number: int) -> Manifest:
+    """Version `number` holds TREES[number]."""
+    return trainer.publish(tiny.on_device(TREES[number]), step=number).result(60)
+
+
+def chain_of(store: Store, versions: int, **options) -> Publisher:
+    trainer = tiny.publisher(store, **options)
+    trainer.take_over()
+    for number in range(trainer.head.version + 1, versions + 1):
+        publish(trainer, number)
+    return trainer
+
+
+def keys_of(store: Store, version: int, ending: str) -> list[str]:
+    return [key for key in store.list(f"weights/versions/{version:08d}/") if key.endswith(ending)]
+
+
+def flip(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+DAMAGES = {
+    "truncated blob": (".blob", lambda data: data[:-3]),
+    "flipped bit in a blob": (".blob", flip),
+    "missing blob": (".blob", None),
+    "missing manifest": ("manifest.json", None),
+    "flipped bit in a manifest": ("manifest.json", flip),
+    "a manifest that is no JSON": ("manifest.json", lambda data: b"{"),
+}
+
+
+def damage(store: Store, version: int, what: str) -> None:
+    ending, change = DAMAGES[what]
+    key = keys_of(store, version, ending)[0]  # of a full version the bits, before its change
+    data = store.read(key)
+    assert data is not None
+    if change is None:
+        store.delete(key)
+    else:
+        store.put(key, change(data))
