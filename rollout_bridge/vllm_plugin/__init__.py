@@ -17,9 +17,11 @@ def register() -> None:
     """Make the backend known to vLLM. Calling it again in the same process changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from rollout_bridge.vllm_plugin.pauses import answer_when_stopped
     from rollout_bridge.vllm_plugin.queues import wait_without_spinning
 
     wait_without_spinning()
+    answer_when_stopped()
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
