@@ -17,7 +17,8 @@ threads spin. One JSON object a model and line:
     stall_ms_p50        from the start of the pause until tokens come at 90% of the rate before, recompute_kv
     publish_to_served_ms   from `publish` to the server's `/resume`, median
     delta_bytes, full_bytes   of a version; BF16
-    detail              stages of publish_to_served_ms, the other stalls, the targets as ratios of this run
+    detail              stages of publish_to_served_ms, the calls that a pause is made of (/pause waits for
+                        the step that runs), the other stalls, the targets as ratios of this run
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ WIDE_GLM_MOE = TINY_GLM_MOE | {
     "n_routed_experts": 64,
     "num_attention_heads": 4,
 }
+PAUSE_CALLS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
 PROMPT_TOKENS, COMPLETION_TOKENS = 100, 200
 BEFORE_SECONDS, AFTER_SECONDS, RATE_SECONDS = 1.5, 2.0, 0.4
 
@@ -203,6 +205,22 @@ class Measured:
     stall: dict[str, list[float]] = field(default_factory=dict)
     delta_bytes: list[int] = field(default_factory=list)
     full_bytes: int = 0
+    calls: dict[str, list[float]] = field(default_factory=dict)
+
+
+def time_calls(engine: VllmEngine, calls: dict[str, list[float]]) -> None:
+    """From now on `calls` gets what every exchange with the server takes, by path."""
+    client: Any = engine
+    call = client._call
+
+    async def timed(method: str, path: str, *body: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return await call(method, path, *body, **options)
+        finally:
+            calls.setdefault(path.partition("?")[0], []).append(1e3 * (time.monotonic() - began))
+
+    client._call = timed
 
 
 async def update_round(engine: VllmEngine, chain: Chain, record: Path, measured: Measured) -> None:
@@ -270,10 +288,12 @@ async def measure(name: str, arguments: argparse.Namespace, directory: Path) -> 
     start_ms = 1e3 * (time.perf_counter() - began)
     print(f"{name}: the server is up after {start_ms / 1e3:.0f} s", file=sys.stderr)
     engine = VllmEngine(server.url)
+    measured = Measured()
+    time_calls(engine, measured.calls)
     record = directory / "arrivals"
     asked = (server.url, arguments.requests, run.hf_config["vocab_size"], record)
     load = multiprocessing.get_context("spawn").Process(target=generate_load, args=asked, daemon=True)
-    measured, cores = Measured(), os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(cores) - set(arguments.server_cores) or cores)
     try:
         load.start()
@@ -325,6 +345,7 @@ def row(
                 "stage": statistics.median(staging),
                 "pause": statistics.median(pauses),
             },
+            "calls_ms": {path: statistics.median(measured.calls[path]) for path in PAUSE_CALLS},
             "stall_keep_kv_ms_p50": stalls[KvPolicy.KEEP.value],
             "stall_full_reload_ms_p50": stalls["full_reload"],
             "start_ms": start_ms,
