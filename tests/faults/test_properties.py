@@ -261,7 +261,7 @@ def live(events, seed: int, full_every: int, directory) -> None:
     reader.mirror.close()
 
 
-ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ordinary = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 chains = given(events=events, seed=st.integers(0, 1 << 20), full_every=st.integers(1, 5))
 
 

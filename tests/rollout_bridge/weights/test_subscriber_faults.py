@@ -232,7 +232,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(events=events, full_every=st.integers(2, 5))
 def test_whatever_happens_a_reader_holds_a_published_version_and_ends_at_the_head(
     events, full_every, tmp_path_factory
