@@ -188,8 +188,9 @@ class Publisher:
         step: optimizer steps the parameters have seen. update_rms: of the master weights since the last
         publication, kept in the manifest.
         """
-        if self._flight is not None and (self._writer.settings.processes > 1 or self._flight.error):
-            flight, self._flight = self._flight, None
+        flight = self._flight
+        if flight is not None and (self._writer.settings.processes > 1 or flight.error):
+            self._flight = None
             flight.settle()
         if self._failed is not None:
             raise RuntimeError("publisher: a publication failed; restart the trainer") from self._failed
@@ -199,6 +200,9 @@ class Publisher:
         attempt = f"{step}-{self._attempts}"
         with self._lock:
             flight = self._flight
+            if flight is not None and flight.error:  # it failed while the programs were dispatched
+                self._flight = None
+                flight.settle()
             waits = flight is not None and not flight.done()
             before = flight.version if flight is not None and waits else self.head.version
             publication = Publication(1 + before, step)

@@ -1,8 +1,11 @@
 """Whichever trainer dies or comes second: the head is one whole version, and the chain goes on."""
 
+import threading
+import time
+
 import pytest
 
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import chain
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.manifest import LATEST_KEY, Kind
@@ -53,6 +56,41 @@ def test_a_publication_that_failed_before_its_manifest_may_be_tried_again(tmp_pa
     reader = tiny.subscriber(store, tmp_path / "mirror")
     reader.advance()
     tiny.assert_holds(reader, chains.TREES[3])
+    trainer.close()
+
+
+def test_a_failure_while_the_next_one_is_dispatched_is_not_lost(tmp_path, monkeypatch):
+    class Held(Store):
+        """Once it `fails`, every call does so as soon as it is let."""
+
+        fails = False
+        let = threading.Event()
+
+        def _call(self, verb, key, start):
+            if self.fails:
+                assert self.let.wait(60)
+                raise StoreError("unreachable")
+            return super()._call(verb, key, start)
+
+    tiny.open_store(tmp_path.name)
+    store = Held.open(f"memory://{tmp_path.name}")
+    trainer = chains.chain_of(store, 1)
+    store.fails = True
+    first = trainer.publish(tiny.on_device(chains.TREES[2]), step=2)
+    dispatch = trainer._derivation
+
+    def dispatched_meanwhile(params):
+        store.let.set()
+        while not first.done():
+            time.sleep(0.01)
+        return dispatch(params)
+
+    monkeypatch.setattr(trainer, "_derivation", dispatched_meanwhile)
+    with pytest.raises(StoreError, match="unreachable"):
+        trainer.publish(tiny.on_device(chains.TREES[3]), step=3)
+    monkeypatch.undo()
+    store.fails = False
+    assert chains.publish(trainer, 4).version == 2
     trainer.close()
 
 
