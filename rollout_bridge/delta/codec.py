@@ -118,9 +118,9 @@ def encode_sparse(
         )
     old_flat = None if old is None else np.ascontiguousarray(old).reshape(-1)
     if ranks is not None:
-        changes = places.of_ranks(old_values, ranks)
+        changes = places.of_ranks(old_values, new_values, ranks)
     elif old_flat is None:
-        changes = places.of_whole(indices, size)
+        changes = places.of_whole(indices, old_values, new_values, size)
     elif not fast or size <= _CLASSES_ARE_CHEAP:
         changes = places.by_class(indices, old_values, new_values, old_flat, places.Effort.all)
     elif (
@@ -128,13 +128,13 @@ def encode_sparse(
     ):
         changes = places.by_class(indices, old_values, new_values, old_flat, places.Effort.two)
     else:
-        changes = places.of_whole(indices, size)
+        changes = places.of_whole(indices, old_values, new_values, size)
     candidates = []
     if indices.size >= _PLANES_FROM:
-        flags, body = planes.encode(changes, old_values, new_values)
+        flags, body = planes.encode(changes)
         candidates.append(_head(_Mode.planes, dtype, flags, size) + body)
     if indices.size < (_PLANES_FROM if fast else _STREAM_UP_TO):
-        flags, body = stream.encode(changes, old_values, new_values, wide=fast)
+        flags, body = stream.encode(changes, wide=fast)
         candidates.append(_head(_Mode.stream, dtype, flags, size) + body)
     best = min(candidates, key=len)
     if indices.size > _DENSE_FROM * size and (old_flat is not None or indices.size == size):

@@ -57,16 +57,28 @@ class Directory:
 
     def ranks(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Rank int64 among the members of class `number` of the ascending flat `indices`, all in it."""
-        if len(self.words) == 1:
-            return indices
         ranks = np.empty_like(indices)
+        counts = np.zeros(len(self.words), np.int64)
         for begin in range(0, indices.size, _SLICE):
             part = indices[begin : begin + _SLICE]
-            word = part >> 6
-            low = (np.uint64(1) << (part & 63).view(np.uint64)) - np.uint64(1)
-            inside = np.bitwise_count(self.words[number][word] & low)
-            np.add(self.before[number][word], inside, out=ranks[begin : begin + _SLICE])
+            counts[number] = part.size
+            ranks[begin : begin + _SLICE] = self.ranks_of_classes(counts, part)
         return ranks
+
+    def ranks_of_classes(self, counts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Rank int64 of each of the flat `indices` in its class: the first counts[0] of class 0, and so on.
+
+        All at once, whatever the number of classes: for as many as stay within a core's cache.
+        """
+        if len(self.words) == 1:
+            return indices
+        low = (np.uint64(1) << (indices & 63).view(np.uint64)) - np.uint64(1)
+        rows = np.arange(len(self.words))
+        at = indices >> 6
+        at += np.repeat(rows * self.words.shape[1], counts)
+        low &= self.words.reshape(-1).take(at)
+        at += np.repeat(rows, counts)  # `before` has one column more than `words`
+        return np.add(self.before.reshape(-1).take(at), np.bitwise_count(low), dtype=np.int64)
 
     def positions(self, number: int, ranks: np.ndarray) -> np.ndarray:
         """Flat position int64 of the ascending `ranks` of class `number`, each below its size.

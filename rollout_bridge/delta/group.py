@@ -103,8 +103,7 @@ def encode(changes: Sequence[ArrayChange], *, wide: bool) -> bytes:
             "the indices of an array are not strictly ascending in it, or a value stays as it is"
         )
     placed, counts = _places(changes, indices, old_values, new_values, owner, starts, sizes)
-    steps = symbols.steps_between(old_values, new_values)[placed.order].astype(np.int64)
-    coder = stream.Coder(_gaps(placed.ranks, counts), steps, placed.sizes, placed.moved, 8 * itemsize)
+    coder = stream.Coder(_gaps(placed.ranks, counts), placed.steps, placed.sizes, placed.moved, 8 * itemsize)
     flags = (stream.FLAG_WIDE if wide else 0) | (stream.FLAG_PARTITION if placed.mask else 0)
     return b"".join(
         [
@@ -163,6 +162,7 @@ def _places(
 
     Ranks are inside the class of one array.
     """
+    steps = symbols.steps_between(old_values, new_values)
     olds = [change.old for change in changes if change.old is not None]
     ranks = [change.ranks for change in changes if change.ranks is not None]
     if len(ranks) == len(changes):
@@ -176,9 +176,7 @@ def _places(
         joined = np.concatenate([old.reshape(-1) for old in olds])
         start = classes.exponents_start(joined)
         fine = classes.fine_classes(old_values, start)
-        mask = places.partition(
-            joined, start, fine, old_values, new_values, places.Effort.all, _COUNT_BITS * len(changes)
-        )
+        mask = places.partition(joined, start, fine, steps, places.Effort.all, _COUNT_BITS * len(changes))
         of_class = classes.merged_classes(fine, mask)
         directory = Directory.of(joined, classes.used_boundaries(mask, joined.dtype.itemsize, start))
         class_sizes = directory.sizes
@@ -195,7 +193,7 @@ def _places(
         class_sizes, in_class = np.array([sizes.sum()]), indices - starts[owner]
     of_both = of_class.astype(np.int64) * sizes.size + owner
     counts = np.bincount(of_both, minlength=class_sizes.size * sizes.size).reshape(-1, sizes.size)
-    return places.Places(start, mask, class_sizes, counts.sum(axis=1), order, in_class), counts
+    return places.Places(start, mask, class_sizes, counts.sum(axis=1), steps[order], in_class), counts
 
 
 def _gaps(ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:

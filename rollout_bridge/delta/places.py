@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 
 import numpy as np
 
@@ -31,14 +32,15 @@ class Places:
     """Changed elements class after class.
 
     start, mask: what describes the partition. sizes, moved: elements of each class, and those that change.
-    order: sorts the changed elements by class. ranks int64: where they stand in their classes, in that order.
+    steps: of their values, as `symbols.steps_between`; ranks: where they stand in their classes; both class
+    after class.
     """
 
     start: int
     mask: int
     sizes: np.ndarray
     moved: np.ndarray
-    order: np.ndarray | slice
+    steps: np.ndarray
     ranks: np.ndarray
 
     def header(self, itemsize: int) -> bytes:
@@ -48,7 +50,7 @@ class Places:
         return (bytes([self.start]) if itemsize > 1 else b"") + self.mask.to_bytes(2, "little")
 
     def gaps(self) -> np.ndarray:
-        """Unchanged elements int64 of the class passed before each changed one."""
+        """Unchanged elements of the class passed before each changed one, as integers of the ranks' dtype."""
         gaps = np.empty_like(self.ranks)
         gaps[:1] = self.ranks[:1]
         np.subtract(self.ranks[1:], self.ranks[:-1], out=gaps[1:])
@@ -58,18 +60,20 @@ class Places:
         return gaps
 
 
-def of_whole(indices: np.ndarray, size: int) -> Places:
+def of_whole(indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, size: int) -> Places:
     """One class: positions are the flat `indices` themselves."""
-    return Places(0, 0, np.array([size]), np.array([indices.size]), slice(None), indices)
+    steps = symbols.steps_between(old_values, new_values)
+    return Places(0, 0, np.array([size]), np.array([indices.size]), steps, indices)
 
 
-def of_ranks(old_values: np.ndarray, ranks: classes.ClassRanks) -> Places:
+def of_ranks(old_values: np.ndarray, new_values: np.ndarray, ranks: classes.ClassRanks) -> Places:
     """All classes, from where a writer says that the changed elements stand in them."""
     fine = classes.fine_classes(old_values, ranks.start)
     order = np.argsort(fine, kind="stable")
     moved = np.bincount(fine, minlength=classes.CLASSES)
     in_class = np.asarray(ranks.ranks, np.int64)[order]
-    return Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, order, in_class)
+    steps = symbols.steps_between(old_values, new_values)[order]
+    return Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, steps, in_class)
 
 
 class Effort(enum.Enum):
@@ -88,23 +92,43 @@ def by_class(
     """
     start = classes.exponents_start(old)
     fine = classes.fine_classes(old_values, start)
-    mask = partition(old, start, fine, old_values, new_values, effort)
-    of_class = classes.merged_classes(fine, mask)
-    directory = Directory.of(old, classes.used_boundaries(mask, old.dtype.itemsize, start))
-    moved = np.bincount(of_class, minlength=len(directory.words))
-    order, ranks = np.empty_like(indices), np.empty_like(indices)
-    filled = (np.cumsum(moved) - moved).tolist()
-    for begin in range(0, indices.size, _SLICE):
-        part = of_class[begin : begin + _SLICE]
-        local = np.argsort(part, kind="stable")
-        ends = np.cumsum(np.bincount(part, minlength=moved.size)).tolist()
-        for number, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            here = local[first:end] + begin
-            target = slice(filled[number], filled[number] + here.size)
-            order[target] = here
-            ranks[target] = directory.ranks(number, indices[here])
-            filled[number] += here.size
-    return Places(start, mask, directory.sizes, moved, order, ranks)
+    steps = symbols.steps_between(old_values, new_values)
+    mask = partition(old, start, fine, steps, effort)
+    boundaries = classes.used_boundaries(mask, old.dtype.itemsize, start)
+    numbers = np.arange(len(boundaries) + 1, dtype=np.uint8)
+    position = np.int32 if old.size < 1 << 31 else np.int64
+    passed = np.zeros(numbers.size, np.int64)  # members of each class before the chunk
+    moved = np.zeros(numbers.size, np.int64)
+    ranks: list[list[np.ndarray]] = [[] for _ in numbers]
+    ordered: list[list[np.ndarray]] = [[] for _ in numbers]
+    begins = range(0, old.size, _CHUNK)
+    edges = np.searchsorted(indices, [*begins, old.size]).tolist()
+    for begin, first, end in zip(begins, edges[:-1], edges[1:], strict=True):
+        directory = Directory.of(old[begin : begin + _CHUNK], boundaries)
+        of_class = classes.merged_classes(fine[first:end], mask)
+        order = np.argsort(of_class, kind="stable")
+        ends = np.searchsorted(of_class.take(order), numbers, side="right")
+        counts = np.diff(ends, prepend=0)
+        local = directory.ranks_of_classes(counts, indices[first:end].take(order) - begin)
+        local += np.repeat(passed, counts)
+        for number, rank, step in zip(
+            numbers.tolist(),
+            np.split(local, ends[:-1]),
+            np.split(steps[first:end].take(order), ends[:-1]),
+            strict=True,
+        ):
+            ranks[number].append(rank.astype(position))
+            ordered[number].append(step)
+        passed += directory.sizes
+        moved += counts
+    return Places(
+        start,
+        mask,
+        passed,
+        moved,
+        np.concatenate(list(itertools.chain(*ordered))),
+        np.concatenate(list(itertools.chain(*ranks))),
+    )
 
 
 def read_directory(reader: Reader, old: np.ndarray, *, partitioned: bool) -> Directory:
@@ -179,16 +203,15 @@ def partition(
     old: np.ndarray,
     start: int,
     fine: np.ndarray,
-    old_values: np.ndarray,
-    new_values: np.ndarray,
+    steps: np.ndarray,
     effort: Effort,
     class_bits: float = 0.0,
 ) -> int:
-    """The mask of classes that makes the update of flat `old` smallest; fine: of each changed element.
+    """The mask of classes that makes the update of flat `old` smallest; fine, steps: of each changed element.
 
     class_bits: what one more class costs beside the description of its model.
     """
-    counts, changed, value_bits = _statistics(old, start, fine, old_values, new_values)
+    counts, changed, value_bits = _statistics(old, start, fine, steps)
     if effort is Effort.two:
         return classes.choose_boundary(counts, changed, value_bits)
     class_bits += _MODEL_BITS
@@ -204,22 +227,21 @@ def saved_by_two(old_values: np.ndarray, new_values: np.ndarray, old: np.ndarray
     old, old_values, new_values = old[each], old_values[each], new_values[each]
     start = classes.exponents_start(old)
     fine = classes.fine_classes(old_values, start)
-    statistics = _statistics(old, start, fine, old_values, new_values)
+    statistics = _statistics(old, start, fine, symbols.steps_between(old_values, new_values))
     whole = classes.coded_bits(*statistics, 0)
     return 1 - classes.coded_bits(*statistics, classes.choose_boundary(*statistics)) / max(whole, 1.0)
 
 
 def _statistics(
-    old: np.ndarray, start: int, fine: np.ndarray, old_values: np.ndarray, new_values: np.ndarray
+    old: np.ndarray, start: int, fine: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(elements int64[16], changes int64[16], bits of the values of classes i..j float64[16, 16])."""
     bits = old.dtype.itemsize * 8
     stride = max(1, fine.size // _SAMPLE)
-    steps = symbols.symbols_of(symbols.steps_between(old_values[::stride], new_values[::stride]))
-    keys = fine[::stride].astype(np.int64) * models.ALPHABET + steps
+    keys = fine[::stride].astype(np.int64) * models.ALPHABET + symbols.symbols_of(steps[::stride])
     joint = np.bincount(keys, minlength=classes.CLASSES * models.ALPHABET)
     histograms = joint.reshape(classes.CLASSES, models.ALPHABET) * stride
-    changed = np.bincount(fine, minlength=classes.CLASSES)
+    changed = histograms.sum(axis=1)
     used = np.flatnonzero(histograms.any(axis=0))
     family_costs = histograms[:, used] @ models.step_costs(bits)[:, used].T
     sums = np.concatenate([np.zeros((1, family_costs.shape[1])), np.cumsum(family_costs, axis=0)])

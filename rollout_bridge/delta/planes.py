@@ -29,11 +29,10 @@ _COMPRESSION = zstandard.ZstdCompressionParameters(
 )
 
 
-def encode(changes: places.Places, old_values: np.ndarray, new_values: np.ndarray) -> tuple[int, bytes]:
-    """(flags, body) of `changes`, whose values go from `old_values` to `new_values` (in ascending order)."""
-    steps = symbols.steps_between(old_values, new_values)[changes.order]
-    gaps = changes.gaps()
-    out = [changes.header(old_values.dtype.itemsize)]
+def encode(changes: places.Places) -> tuple[int, bytes]:
+    """(flags, body) of `changes`."""
+    steps, gaps = changes.steps, changes.gaps()
+    out = [changes.header(steps.dtype.itemsize)]
     compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION)
     firsts = np.concatenate([[0], np.cumsum(changes.moved)])
     for number, (size, moved) in enumerate(zip(changes.sizes.tolist(), changes.moved.tolist(), strict=True)):

@@ -29,30 +29,24 @@ def lanes_for(count: int, flags: int) -> int:
     return min(_MOST_LANES, max(1, count // each))
 
 
-def encode(
-    changes: places.Places, old_values: np.ndarray, new_values: np.ndarray, *, wide: bool
-) -> tuple[int, bytes]:
-    """(flags, body) of `changes`, whose values go from `old_values` to `new_values` (in ascending order).
-
-    wide: many lanes.
-    """
-    bits = old_values.dtype.itemsize * 8
-    steps = symbols.steps_between(old_values, new_values)[changes.order].astype(np.int64)
+def encode(changes: places.Places, *, wide: bool) -> tuple[int, bytes]:
+    """(flags, body) of `changes`. wide: many lanes."""
+    itemsize = changes.steps.dtype.itemsize
     flags = (FLAG_WIDE if wide else 0) | (FLAG_PARTITION if changes.mask else 0)
-    coder = Coder(changes.gaps(), steps, changes.sizes, changes.moved, bits)
-    return flags, changes.header(old_values.dtype.itemsize) + coder.models + coder.coded(flags)
+    coder = Coder(changes.gaps(), changes.steps, changes.sizes, changes.moved, 8 * itemsize)
+    return flags, changes.header(itemsize) + coder.models + coder.coded(flags)
 
 
 class Coder:
     """Changes class after class as bytes: their `models`, and under these the changes themselves.
 
-    gaps, steps int64: of each change. sizes, moved: elements of each class, and those that change.
+    gaps, steps: of each change, integers. sizes, moved: elements of each class, and those that change.
     """
 
     def __init__(
         self, gaps: np.ndarray, steps: np.ndarray, sizes: np.ndarray, moved: np.ndarray, bits: int
     ) -> None:
-        self._values = np.concatenate([gaps, steps])
+        self._values = np.concatenate([gaps, steps], dtype=np.int64)
         self._symbols = symbols.symbols_of(self._values)
         self._moved = moved
         self._tables: list[np.ndarray] = []

@@ -23,8 +23,8 @@ def encoded(old: np.ndarray, new: np.ndarray, effort: places.Effort | None) -> t
     indices = np.flatnonzero(old != new)
     values = old[indices], new[indices]
     if effort is None:
-        return planes.encode(places.of_whole(indices, old.size), *values)
-    return planes.encode(places.by_class(indices, *values, old, effort), *values)
+        return planes.encode(places.of_whole(indices, *values, old.size))
+    return planes.encode(places.by_class(indices, *values, old, effort))
 
 
 def decoded(flags: int, body: bytes, old: np.ndarray) -> np.ndarray:
