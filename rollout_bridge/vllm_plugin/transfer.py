@@ -31,11 +31,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollout_bridge.vllm_plugin.experts import Experts, Stacked, routed_experts, stack
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
-from rollout_bridge.vllm_plugin.units import held_here, untouched_units, whole_units
+from rollout_bridge.vllm_plugin.units import held_here, units_of, untouched_units, whole_units
 
 logger = logging.getLogger(__name__)
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+RELEASE_SECONDS = 1.0
+"""After an update, until what was staged for it is freed: as much as the model, and no part of the pause."""
 
 
 @dataclass
@@ -75,10 +77,12 @@ class Staging:
         rank: int,
         native_fp8: bool,
         experts: Mapping[str, Experts],
+        layers: int,
         pin: bool,
     ) -> None:
         self.request = request
         self.names: list[str] = []
+        self.units: list[str] = []
         self.weights: list[tuple[str, torch.Tensor]] = []
         self.error: str | None = None
         self.seconds = 0.0
@@ -88,6 +92,7 @@ class Staging:
         self._rank = rank
         self._native_fp8 = native_fp8
         self._experts = experts
+        self._layers = layers
         self._pin = pin
         self.stacked: list[Stacked] = []
         self.give_back: list[Callable[[], None]] = []
@@ -105,6 +110,7 @@ class Staging:
             here = held_here(names, local, packed)
             weights = self._recorded(tensors.load(here, native_fp8=self._native_fp8))
             self.stacked, self.weights = stack(weights, self._experts, pin=self._pin)
+            self.units = units_of(self.names, packed, layers=self._layers)
         except Exception as error:  # reported to the agent by `status`, which raises it there
             logger.exception("staging version %d from %s failed", self.request.version, self.request.mirror)
             self.error = f"{type(error).__name__}: {error}"
@@ -120,6 +126,17 @@ class Staging:
     def loaded(self) -> None:
         """Say that this worker has the version; the client reports it when all have."""
         self._report("loaded", {"version": self.request.version, "load_ms": self.load_ms})
+
+    def release(self) -> None:
+        """Drop the mapped pages and host copies, `RELEASE_SECONDS` from now: tokens are made again then."""
+
+        def free() -> None:
+            self.weights.clear()
+            self.stacked.clear()
+
+        timer = threading.Timer(RELEASE_SECONDS, free)
+        timer.daemon = True
+        timer.start()
 
     def _report(self, what: str, content: dict[str, Any]) -> None:
         path = self.request.reports / f"{what}-{self._rank}.json"
@@ -207,6 +224,7 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
             native_fp8=self.vllm_config.quant_config is not None,
             # Balancing replicates experts and moves them: the model's loader places all of them then.
             experts={} if self.parallel_config.enable_eplb else routed_experts(self._default_model),
+            layers=self.model_config.hf_text_config.num_hidden_layers,
             pin=self.device.type == "cuda",
         )
 
@@ -234,12 +252,7 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
         with _timed(staging), repacked_experts(model) if self.device.type == "cpu" else nullcontext():
             staging.give_back = [stacked.load() for stacked in staging.stacked]
             loaded: set[str] = model.load_weights(staging.weights) or set()
-        left_out = untouched_units(
-            staging.names,
-            loaded | {stacked.name for stacked in staging.stacked},
-            getattr(model, "packed_modules_mapping", {}),
-            layers=self.model_config.hf_text_config.num_hidden_layers,
-        )
+        left_out = untouched_units(staging.units, loaded | {stacked.name for stacked in staging.stacked})
         if left_out:
             raise RuntimeError(
                 f"version {update_info.version}: the model took no tensor of {len(left_out)} modules, "
@@ -256,8 +269,9 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
                 give_back()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
-        self._staging = None  # drops the mapped pages and host copies
+        self._staging = None
         staging.loaded()
+        staging.release()
 
     def shutdown(self) -> None:
         self._staging = None

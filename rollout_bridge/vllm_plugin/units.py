@@ -65,20 +65,25 @@ def held_here(
     return kept
 
 
-def untouched_units(
-    staged: Iterable[str], loaded: Iterable[str], packed: Mapping[str, Sequence[str]], *, layers: int
-) -> list[str]:
-    """Modules that tensors were staged for and of which the model loaded no parameter.
+def units_of(names: Iterable[str], packed: Mapping[str, Sequence[str]], *, layers: int) -> list[str]:
+    """Modules that a model of so many decoder layers loads the Hugging Face tensors `names` into, in order.
 
-    staged: Hugging Face names. loaded: names of vLLM parameters, as `load_weights` returns them. layers: of
-    the decoder; what lies beyond (multi-token prediction) belongs to another model.
+    What lies beyond its layers (multi-token prediction) belongs to another model.
+    """
+    units = dict.fromkeys(unit_of(name, packed) for name in names)
+    return [unit for unit in units if not _beyond(unit, layers)]
+
+
+def untouched_units(units: Iterable[str], loaded: Iterable[str]) -> list[str]:
+    """Those of `units` of which the model loaded no parameter.
+
+    loaded: names of vLLM parameters, as `load_weights` returns them.
     """
     # A merged module may be loaded by way of a child (routed experts), so a prefix is what counts.
     found = {
         ".".join(parts[:end]) for name in loaded for parts in [name.split(".")] for end in range(len(parts))
     }
-    units = dict.fromkeys(unit_of(name, packed) for name in staged)
-    return [unit for unit in units if unit not in found and not _beyond(unit, layers)]
+    return [unit for unit in units if unit not in found]
 
 
 def _beyond(unit: str, layers: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_bridge.vllm_plugin.units import held_here, unit_of, untouched_units, whole_units
+from rollout_bridge.vllm_plugin.units import held_here, unit_of, units_of, untouched_units, whole_units
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 LAYER = "model.layers.1"
@@ -81,8 +81,9 @@ def test_modules_that_the_model_took_nothing_of_are_named_but_for_those_of_the_m
         f"{LAYER}.mlp.shared_experts.down_proj.weight",
     }
     staged = [name for name in NAMES if "norm" not in name and "gate.w" not in name and "o_proj" not in name]
-    assert untouched_units(staged, loaded, PACKED, layers=11) == [
+    assert untouched_units(units_of(staged, PACKED, layers=11), loaded) == [
         f"{LAYER}.mlp.gate",
         f"{LAYER}.mlp.shared_experts.gate_up_proj",
     ]
-    assert "model.layers.11.self_attn.qkv_proj" in untouched_units(staged, loaded, PACKED, layers=12)
+    one_more = units_of(staged, PACKED, layers=12)
+    assert "model.layers.11.self_attn.qkv_proj" in untouched_units(one_more, loaded)
