@@ -245,8 +245,7 @@ class EmbeddedEngine:
             return False
 
     def _apply_swap(self) -> None:
-        with self._wake:
-            swap, self._swap = self._swap, None
+        swap = self._swap
         if swap is None:
             return
         started = time.perf_counter()
@@ -266,7 +265,10 @@ class EmbeddedEngine:
         if self.settings.kv_policy is KvPolicy.RECOMPUTE and not first:
             self._recompute()
         pause = time.perf_counter() - started
-        swap.loop.call_soon_threadsafe(resolve, swap.done, pause)
+        with self._wake:  # not before, so that a failure is told to whoever waits for it
+            if self._swap is swap:
+                self._swap = None
+        resolve(swap.loop, swap.done, pause)
 
     def _recompute(self) -> None:
         """Rebuilds the cache of every running request under the new weights."""
@@ -309,7 +311,9 @@ class EmbeddedEngine:
                 room = prompt in distinct or len(distinct) < self.settings.prompts
                 if len(chosen) < len(free) and room and self._admissible(entry):
                     distinct.setdefault(prompt, len(distinct))
-                    chosen.append((free[len(chosen)], entry))
+                    slot = free[len(chosen)]
+                    chosen.append((slot, entry))
+                    self._running[slot] = entry  # waiting or running at any time, as `_fail` finds it
                 else:
                     kept.append(entry)
             self._waiting = kept
@@ -341,7 +345,6 @@ class EmbeddedEngine:
             entry.started = time.perf_counter()
             if captured is not None:
                 entry.prompt_experts = captured[distinct[prompt], : len(prompt) - 1]
-            self._running[index] = entry
         self._slots = device.insert(
             self._slots,
             cache,
@@ -397,7 +400,7 @@ class EmbeddedEngine:
             seconds=time.perf_counter() - entry.started if entry.started else 0.0,
             routed_experts=routed_experts(entry) if self.settings.capture_routed_experts else None,
         )
-        entry.loop.call_soon_threadsafe(resolve, entry.future, completion)
+        resolve(entry.loop, entry.future, completion)
 
     def _fail(self, reason: str) -> None:
         with self._wake:
@@ -407,6 +410,6 @@ class EmbeddedEngine:
             self._running = [None] * self.settings.slots
             swap, self._swap = self._swap, None
         for entry in entries:
-            entry.loop.call_soon_threadsafe(reject, entry.future, EngineError(reason))
+            reject(entry.loop, entry.future, EngineError(reason))
         if swap is not None:
-            swap.loop.call_soon_threadsafe(reject, swap.done, EngineError(reason))
+            reject(swap.loop, swap.done, EngineError(reason))

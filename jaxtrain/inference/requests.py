@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +51,16 @@ def routed_experts(entry: Running) -> np.ndarray:
     return out
 
 
-def resolve(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
+def resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], value: Any) -> None:
+    """Gives `future` its result, from any thread."""
+    _tell(loop, lambda: future.done() or future.set_result(value))
 
 
-def reject(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def reject(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], error: Exception) -> None:
+    """Gives `future` its exception, from any thread."""
+    _tell(loop, lambda: future.done() or future.set_exception(error))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(say)

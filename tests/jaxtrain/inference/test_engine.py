@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.inference import weights
+from jaxtrain.inference import slots, weights
 from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
 from jaxtrain.inference.slots import sample
 from jaxtrain.models.config import ModelConfig
@@ -63,9 +64,18 @@ def request(name: str, prompt, **changes) -> Request:
     return Request(request_id=name, prompt_ids=prompt, **{**values, **changes})
 
 
-def engine_of(**changes) -> EmbeddedEngine:
+class Held(EmbeddedEngine):
+    """After its first tokens it makes none before other weights are ready, however long they take to load."""
+
+    def _decode(self) -> None:
+        while self._generated >= 4 and self._version == 1 and self._swap is None and not self._closed:
+            time.sleep(0.001)
+        super()._decode()
+
+
+def engine_of(kind: type[EmbeddedEngine] = EmbeddedEngine, **changes) -> EmbeddedEngine:
     settings = {"slots": 4, "max_prompt": 8, "max_length": 64, "prompts": 2, "decode_tokens": 2}
-    return EmbeddedEngine(HF_CONFIG, PLAN, EngineSettings(**{**settings, **changes}), compute_dtype="float32")
+    return kind(HF_CONFIG, PLAN, EngineSettings(**{**settings, **changes}), compute_dtype="float32")
 
 
 def logprobs_of(params, prompt, tokens, *, temperature=1.0) -> np.ndarray:
@@ -143,7 +153,7 @@ def test_weights_change_in_flight(tmp_path, policy):
     prompt = [1, 2, 3]
 
     async def go():
-        engine = engine_of(kv_policy=policy)
+        engine = engine_of(Held, kv_policy=policy)
         await engine.update(first)
         task = asyncio.create_task(engine.generate([request("long", prompt, max_tokens=60, stop_ids=())]))
         while (await engine.health()).metrics["generated_tokens"] < 4:
@@ -173,7 +183,7 @@ def test_exact_and_minimum_versions(tmp_path):
     first, second = make_update(tmp_path, 1), make_update(tmp_path, 2)
 
     async def go():
-        engine = engine_of()
+        engine = engine_of(Held)
         await engine.update(first)
         later = asyncio.create_task(engine.generate([request("later", [1], minimum_version=2)]))
         exact = asyncio.create_task(
@@ -214,6 +224,60 @@ def test_routed_experts_are_those_of_the_full_pass(tmp_path):
     for layer in range(CONFIG.num_moe_layers):
         counts = np.bincount(completion.routed_experts[:-1, layer].ravel(), minlength=CONFIG.n_routed_experts)
         np.testing.assert_array_equal(counts, statistics.counts[layer])
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["prefill", "insert", "decode"])
+def test_a_failure_on_the_device_is_told_to_every_request(tmp_path, monkeypatch, where):
+    async def go():
+        engine = engine_of()
+        await engine.update(make_update(tmp_path, 1))
+        monkeypatch.setattr(slots, where, broken)
+        requests = [engine.generate([request(f"{index}", [1 + index])]) for index in range(6)]
+        told = await asyncio.gather(*requests, return_exceptions=True)
+        health = await engine.health()
+        await engine.close()
+        return told, health
+
+    told, health = run(go())
+    assert all(isinstance(error, EngineError) and "out of memory" in str(error) for error in told)
+    assert not health.ready and "restart the worker" in health.reason
+
+
+def test_a_failure_while_weights_are_swapped_is_told_to_whoever_updates(tmp_path, monkeypatch):
+    async def go():
+        engine = engine_of(kv_policy=KvPolicy.RECOMPUTE)
+        await engine.update(make_update(tmp_path, 1))
+        monkeypatch.setattr(slots, "prefill", broken)
+        with pytest.raises(EngineError, match="out of memory.*restart the worker"):
+            await engine.update(make_update(tmp_path, 2))
+        await engine.close()
+
+    run(go())
+
+
+def test_a_caller_whose_loop_has_ended_costs_the_engine_nothing(tmp_path):
+    """The device thread finds a request whose future was cancelled with its loop."""
+    engine = engine_of(Held)
+
+    async def left():
+        await engine.update(make_update(tmp_path, 1))
+        asking = asyncio.create_task(engine.generate([request("left", [1], max_tokens=60, stop_ids=())]))
+        while (await engine.health()).metrics["generated_tokens"] < 4:
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+
+    async def after():
+        await engine.update(make_update(tmp_path, 2))  # lets it go on
+        completions = await engine.generate([request(f"{index}", [2], max_tokens=4) for index in range(5)])
+        await engine.close()
+        return completions
+
+    run(left())
+    assert [completion.request_id for completion in run(after())] == [f"{index}" for index in range(5)]
 
 
 def test_a_request_that_cannot_fit_is_refused_by_name(tmp_path):
