@@ -11,14 +11,13 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from rollout_bridge.control import STATE_KEY
 from rollout_bridge.engines.protocol import EngineError, RolloutEngine
 from rollout_bridge.store import Store, StoreError
+from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
@@ -30,7 +29,6 @@ from rollout_bridge.weights.update import Update
 logger = logging.getLogger(__name__)
 
 _PAUSES_KEPT = 64
-_T = TypeVar("_T")
 # What may pass by itself or be repaired while the agent waits: OSError is a full disk or a lost connection.
 _TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSError)
 
@@ -90,7 +88,7 @@ class SyncAgent:
 
         Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
         """
-        mirror = await _in_thread(lambda: Mirror(self._mirror_dir))
+        mirror = await finished_in_thread(lambda: Mirror(self._mirror_dir))
         subscriber = Subscriber(self.store, mirror, name=self.agent_id, decoders=self._settings.decoders)
         try:
             while True:
@@ -116,12 +114,12 @@ class SyncAgent:
         served = await self.engine.version()
         if served is None or served != mirror.version or self._engine_suspect:
             # Nothing that may be served: brought to date first, then given every tensor.
-            update = await _in_thread(lambda: self._renewed(subscriber))
+            update = await finished_in_thread(lambda: self._renewed(subscriber))
         else:
-            target = await _in_thread(lambda: self._target(served))
+            target = await finished_in_thread(lambda: self._target(served))
             update = None
             if target is None or target > served:
-                update = await _in_thread(lambda: subscriber.advance(target))
+                update = await finished_in_thread(lambda: subscriber.advance(target))
         if update is not None:
             await self._serve(update)
             await self._acknowledge(subscriber)
@@ -158,10 +156,10 @@ class SyncAgent:
         return min(ahead, default=None)
 
     async def _finished(self, subscriber: Subscriber) -> bool:
-        state = await _in_thread(lambda: self.store.read_json(STATE_KEY))
+        state = await finished_in_thread(lambda: self.store.read_json(STATE_KEY))
         if not isinstance(state, dict) or state.get("phase") != "finished":
             return False
-        latest = await _in_thread(subscriber.latest)
+        latest = await finished_in_thread(subscriber.latest)
         return latest is None or latest.version == (subscriber.mirror.version or 0)
 
     async def _acknowledge(self, subscriber: Subscriber) -> None:
@@ -180,7 +178,7 @@ class SyncAgent:
             "errors": self.errors,
             "last_error": self.last_error,
         }
-        await _in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
+        await finished_in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
         self._acknowledged = time.monotonic()
 
     async def _failed(self, error: Exception, subscriber: Subscriber) -> None:
@@ -205,7 +203,3 @@ class SyncAgent:
                 logger.warning("agent %s: cannot say so either: %s", self.agent_id, unheard)
         pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
         await asyncio.sleep(min(pause, 30 * self._settings.poll))
-
-
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    return await asyncio.to_thread(work)

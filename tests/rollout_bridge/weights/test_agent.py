@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.weights import chain
 from rollout_bridge.weights.agent import AgentError, AgentSettings, SyncAgent
 from rollout_bridge.weights.manifest import ACKS_PREFIX
+from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
 from tests.rollout_bridge.weights import tiny
 
@@ -275,6 +277,40 @@ def test_an_agent_killed_anywhere_is_started_again_and_serves_the_head(moment, t
     assert fresh.served == 3
     assert_serves(fresh, store_of_checks, TREES[3], tmp_path)
     assert ack(store_of_checks)["version"] == 3
+
+
+def test_a_cancelled_agent_holds_its_mirror_until_its_thread_has_ended(tmp_path):
+    class Held(Store):
+        reached, let = threading.Event(), threading.Event()
+
+        def read(self, key):
+            if key.endswith(".blob"):
+                self.reached.set()
+                assert self.let.wait(60)
+            return super().read(key)
+
+    publish(publisher(tiny.open_store(tmp_path.name)), 1)
+    store = Held.open(f"memory://{tmp_path.name}")
+
+    async def scenario():
+        task = asyncio.create_task(
+            SyncAgent(store, tmp_path / "mirror", Engine(), "a", settings=QUICK).run()
+        )
+        assert await asyncio.to_thread(store.reached.wait, 60)
+        for _ in range(2):  # as by a second signal
+            task.cancel()
+            await asyncio.sleep(0.05)
+            with pytest.raises(MirrorError, match="another process owns it"):
+                Mirror(tmp_path / "mirror")
+        store.let.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        Mirror(tmp_path / "mirror").close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        store.let.set()
 
 
 def test_an_agent_of_a_finished_run_that_published_nothing_exits(tmp_path):
