@@ -87,6 +87,8 @@ class Scorer:
             async with asyncio.timeout(self._timeout):
                 return await future
         except TimeoutError:
+            if future.done() and not future.cancelled():  # it was in time, the loop was not
+                return future.result()
             self._abandoned.append(thread)
             logger.warning("%s: scoring task %d took over %s s", task.name, task.index, self._timeout)
             return Score(

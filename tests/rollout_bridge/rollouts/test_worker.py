@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rollout_bridge.engines.protocol import FinishReason, Health
 from rollout_bridge.rollouts.episodes import derive_seed
 from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings
+from rollout_bridge.rollouts.rewards import Scorer
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import accounting
@@ -140,7 +141,7 @@ def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(
     release = threading.Event()
     environment = make_environment(hang=release, broken=frozenset({"t1"}))
     grant(store, 3)
-    options = replace(SETTINGS, score_timeout_seconds=0.05)
+    options = replace(SETTINGS, score_timeout_seconds=2.0)
     seeds = {(i, m): derive_seed(5, i, m, 0) for i in range(3) for m in range(4)}
     try:
         work(store, engine, environment, tokenizer, written(store, 3), options=options)
@@ -153,6 +154,22 @@ def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(
     assert hangs and {place for place, status in statuses.items() if status is Status.TIMEOUT} == hangs
     assert {place for place, status in statuses.items() if status is Status.ENVIRONMENT_FAILURE} == broken
     assert set(statuses) == set(seeds)
+
+
+def test_a_score_that_came_in_time_counts_however_late_it_is_seen(environment) -> None:
+    """The loop is busy from before the score until after its limit."""
+
+    async def main():
+        scorer = Scorer(environment, timeout_seconds=0.05)
+        scoring = asyncio.create_task(scorer.score(environment.task(3), "t3"))
+        await asyncio.sleep(0)
+        for thread in threading.enumerate():
+            if thread.name == "score-3":
+                thread.join(30)
+        time.sleep(0.06)
+        return await scoring
+
+    assert asyncio.run(main()).components == {"correct": 1.0, "exact": 1.0}
 
 
 def test_aborted_answers_are_asked_again_with_another_seed(
