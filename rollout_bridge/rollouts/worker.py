@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rollout_bridge.control import STATE_KEY
 from rollout_bridge.engines.protocol import Purpose, Request, RolloutEngine
@@ -24,6 +25,7 @@ from rollout_bridge.rollouts.evaluation import Evaluator
 from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings, generate, wait_ready
 from rollout_bridge.rollouts.rewards import Scorer
 from rollout_bridge.store import Store
+from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.trajectories.claims import CREDITS, Claim, ClaimBook
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.schema import Trajectory
@@ -273,11 +275,7 @@ class RolloutWorker:
                 return
             # Removed only once durable: a failed write leaves the groups for the flush at the end.
             batch = self._buffer[: self._settings.segment_groups]
-            await asyncio.to_thread(self._writer.append, [row for _, group in batch for row in group])
-            del self._buffer[: len(batch)]
-            self._buffered_at = time.monotonic()
-            self._written_groups += len(batch)
-            self._written_segments += 1
+            await finished_in_thread(partial(self._write, batch))
             for start, group in batch:
                 held = self._held.get(start)
                 if held is None:
@@ -288,6 +286,14 @@ class RolloutWorker:
                     async with self._moves:
                         await asyncio.to_thread(self._book.complete, held.claim)
 
+    def _write(self, batch: list[tuple[int, list[Trajectory]]]) -> None:
+        """On a thread, so that a caller who is cancelled meanwhile does not write them again at the end."""
+        self._writer.append([row for _, group in batch for row in group])
+        del self._buffer[: len(batch)]
+        self._buffered_at = time.monotonic()
+        self._written_groups += len(batch)
+        self._written_segments += 1
+
     async def _keep_leases(self) -> None:
         """Renews every claim at a third of its lease; what another worker took is not worked on further."""
         while True:
@@ -296,7 +302,8 @@ class RolloutWorker:
                 async with self._moves:
                     if self._held.get(start) is not held:
                         continue  # completed meanwhile
-                    renewed = await asyncio.to_thread(self._book.renew, held.claim)
+                    # To its end: a renewal after the release would keep the claim for a worker that has gone.
+                    renewed = await finished_in_thread(partial(self._book.renew, held.claim))
                 if renewed is not None:
                     held.claim = renewed
                 elif self._held.get(start) is held:

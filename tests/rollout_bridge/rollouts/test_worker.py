@@ -172,6 +172,75 @@ def test_a_score_that_came_in_time_counts_however_late_it_is_seen(environment) -
     assert asyncio.run(main()).components == {"correct": 1.0, "exact": 1.0}
 
 
+def test_a_renewal_under_way_when_the_worker_ends_does_not_outlive_its_release(
+    store, make_engine, environment, tokenizer
+) -> None:
+    class Silent(make_engine):
+        async def generate(self, requests):
+            await asyncio.Event().wait()
+
+    grant(store, 1)
+    renewing, let, renewed = threading.Event(), threading.Event(), threading.Event()
+
+    async def main():
+        stop, standing = asyncio.Event(), lambda: 1000.0
+        options = replace(SETTINGS, lease_seconds=0.03)
+        worker = RolloutWorker(store, Silent(), environment, tokenizer, options, "w", clock=standing)
+        renew = worker._book.renew
+
+        def held(claim):
+            renewing.set()
+            assert let.wait(30)
+            try:
+                return renew(claim)
+            finally:
+                renewed.set()
+
+        worker._book.renew = held
+        task = asyncio.create_task(worker.run(stop))
+        assert await asyncio.to_thread(renewing.wait, 30)
+        stop.set()
+        await asyncio.sleep(0.1)
+        let.set()
+        await asyncio.wait_for(task, 30)
+        assert renewed.wait(30)
+        return ClaimBook(store, "x", count=4, lease_seconds=60, clock=standing).acquire()
+
+    taken = asyncio.run(main())
+    assert taken is not None and taken[1] == (0,), "at once, without waiting for the lease"
+
+
+def test_a_segment_under_way_when_the_worker_is_cancelled_is_not_written_again(
+    store, engine, environment, tokenizer
+) -> None:
+    grant(store, 1)
+    writing, let, written_once = threading.Event(), threading.Event(), threading.Event()
+
+    async def main():
+        worker = RolloutWorker(store, engine, environment, tokenizer, SETTINGS, "w")
+        append = worker._writer.append
+
+        def held(rows):
+            assert not writing.is_set() or written_once.wait(30)  # a second call comes after the first
+            writing.set()
+            assert let.wait(30)
+            key = append(rows)
+            written_once.set()
+            return key
+
+        worker._writer.append = held
+        task = asyncio.create_task(worker.run(asyncio.Event()))
+        assert await asyncio.to_thread(writing.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        let.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert len(rows(store)) == 4
+
+
 def test_aborted_answers_are_asked_again_with_another_seed(
     store, make_engine, environment, tokenizer
 ) -> None:
@@ -300,7 +369,7 @@ def test_one_worker_answers_an_evaluation(store, make_engine, environment, token
         stop = asyncio.Event()
         workers = [RolloutWorker(store, e, environment, tokenizer, SETTINGS, e.name) for e in engines]
         tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
-        await until(lambda: store.read("evaluations/e1/result.json") is not None and written(store, 8)())
+        await until(lambda: sum(worker._evaluations for worker in workers) == 1 and written(store, 8)())
         stop.set()
         return await asyncio.gather(*tasks)
 
