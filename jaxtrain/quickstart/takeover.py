@@ -37,10 +37,10 @@ def owned(run_dir: Path, *, stop_timeout_s: float) -> Iterator[list[str]]:
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("a+", encoding="utf-8") as lock:
         stopped = _stop_holder(lock.fileno(), run_dir / LOCK, stop_timeout_s)
-        stopped += stop_survivors(run_dir, stop_timeout_s=stop_timeout_s)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
+        stopped += stop_survivors(run_dir, stop_timeout_s=stop_timeout_s)
         yield stopped
 
 
@@ -91,25 +91,38 @@ def _tell(process: psutil.Process, *, kill: bool) -> None:
 def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str]:
     if _locked(descriptor):
         return []
-    text = path.read_text(encoding="utf-8").strip()
-    holder = psutil.Process(int(text)) if text.isdigit() and psutil.pid_exists(int(text)) else None
-    stopped = []
-    if holder is not None:
-        logger.warning("stopping the quickstart (pid %d) that runs this already", holder.pid)
-        _tell(holder, kill=False)
-        stopped.append("quickstart")
+    stopped: list[str] = []
     for kill in (False, True):
-        if kill and holder is not None:
-            _tell(holder, kill=True)
+        told: set[psutil.Process] = set()
         deadline = time.monotonic() + 2 * stop_timeout_s
         while time.monotonic() < deadline:
             if _locked(descriptor):
                 return stopped
+            holder = _holder(path)
+            if holder is not None and holder not in told:
+                logger.warning("stopping the quickstart (pid %d) that runs this already", holder.pid)
+                _tell(holder, kill=kill)
+                told.add(holder)
+                stopped = ["quickstart"]
             time.sleep(POLL_S)
+    text = path.read_text(encoding="utf-8").strip()
     raise TakeoverError(
         f"{path}: still locked by pid {text or 'unknown'} after SIGTERM and SIGKILL; stop that process, "
         "then run again"
     )
+
+
+def _holder(path: Path) -> psutil.Process | None:
+    """Who says that it holds the lock. One that has just got it says so in a moment: until then the file
+    names a holder before, whose id may be another process's by now, which does not have the file open.
+    """
+    text = path.read_text(encoding="utf-8").strip()
+    try:
+        process = psutil.Process(int(text)) if text.isdigit() else None
+        opened = [] if process is None else [file.path for file in process.open_files()]
+    except psutil.Error:
+        return None
+    return process if str(path.resolve()) in opened else None
 
 
 def _locked(descriptor: int) -> bool:

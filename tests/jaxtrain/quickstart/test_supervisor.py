@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def when_ready(run: Path, name: str, action: str) -> str:
 
 def test_the_first_process_ends_the_run_and_the_rest_is_stopped_cleanly(tmp_path: Path) -> None:
     trainer = spec("trainer", tmp_path, when_ready(tmp_path, "worker-0", "sys.exit(0)"))
-    outcome = supervise([trainer, spec("worker-0", tmp_path, OBEDIENT)], run_dir=tmp_path, stop_timeout_s=1.0)
+    outcome = supervise([trainer, spec("worker-0", tmp_path, OBEDIENT)], run_dir=tmp_path, stop_timeout_s=4.0)
     assert outcome.finished
     assert (tmp_path / "worker-0.clean").exists()
     assert list(read_processes(tmp_path)) == ["trainer", "worker-0"]
@@ -119,6 +120,42 @@ def test_a_second_invocation_takes_the_run_over(tmp_path: Path, start_supervisor
     assert second.poll() is None
     assert (tmp_path / "stopped").read_text() == "quickstart"
     assert set(before.values()).isdisjoint(read_processes(tmp_path).values())
+
+
+# Has the lock, and says so once it may: as between taking the lock and writing who did.
+HOLDER = """
+import fcntl, os, pathlib, sys, time
+run = pathlib.Path(sys.argv[1])
+with (run / "quickstart.lock").open("a+") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (run / "held").touch()
+    while not (run / "told").exists():
+        time.sleep(0.02)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    time.sleep(120)
+"""
+
+
+def test_a_holder_that_has_not_said_so_yet_is_stopped_and_not_who_was_named_before(tmp_path: Path) -> None:
+    recycled = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    (tmp_path / "quickstart.lock").write_text(str(recycled.pid))
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
+    telling = threading.Timer(0.5, (tmp_path / "told").touch)
+    try:
+        wait_until((tmp_path / "held").exists, "the lock of the holder")
+        telling.start()
+        with owned(tmp_path, stop_timeout_s=5) as stopped:
+            assert stopped == ["quickstart"]
+            assert (tmp_path / "quickstart.lock").read_text() == f"{os.getpid()}\n"
+        assert holder.wait(timeout=60) == -signal.SIGTERM
+        assert recycled.poll() is None
+    finally:
+        telling.join()
+        for process in (holder, recycled):
+            process.kill()
+            process.wait()
 
 
 def test_survivors_are_stopped_only_if_they_are_this_runs(tmp_path: Path) -> None:
