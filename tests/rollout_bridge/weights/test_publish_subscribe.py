@@ -354,7 +354,9 @@ def test_two_processes_write_their_shards_and_one_commits(tmp_path):
     store = tiny.open_store(tmp_path.name)
     devices = jax.devices()
     pair = [
-        tiny.publisher(store, process=process, processes=2, devices=devices[4 * process : 4 * process + 4])
+        tiny.publisher(
+            store, process=process, processes=2, timeout=60.0, devices=devices[4 * process : 4 * process + 4]
+        )
         for process in range(2)
     ]
     head = pair[0].take_over()
