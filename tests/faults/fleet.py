@@ -97,10 +97,11 @@ class Host:
         assert self.trainer.publish(tiny.on_device(tree), step=number).result(60).version == number
         return number
 
-    def arm(self, point: str, action: str) -> None:
-        """The server does `action` when it comes to `point`."""
+    def arm(self, point: str, action: str, *, then: tuple[str, str] | None = None) -> None:
+        """The server does `action` when it comes to `point`; `then` is armed in the same moment."""
         temporary = self.fault.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"point": point, "action": action}))
+        following = None if then is None else {"point": then[0], "action": then[1]}
+        temporary.write_text(json.dumps({"point": point, "action": action, "then": following}))
         os.replace(temporary, self.fault)
 
     def start_agent(self, **environment: str) -> subprocess.Popen[bytes]:

@@ -5,9 +5,10 @@ leaf modules: every tensor of a module that is loaded becomes garbage first, lik
 It keeps answers made from the prefix cache as stale as vLLM's would be. Every token is the fingerprint of the
 weights at that moment (31 bits), so a client can tell which version made it.
 
-Faults: the JSON file $FAULT, {"point", "action"}, is taken once, when the server comes to `point` (load,
-idle, stage, pause, start, update, finish, resume, generate): action "die" (SIGKILL), "freeze" (SIGSTOP),
-"hang" (no answer), "fail" (status 500) or "wait" (until the file $FAULT.go exists).
+Faults: the JSON file $FAULT, {"point", "action", "then"}, is taken once, when the server comes to `point`
+(load, idle, stage, pause, start, update, finish, resume, generate), and `then` left in its place: action
+"die" (SIGKILL), "freeze" (SIGSTOP), "hang" (no answer), "fail" (status 500) or "wait" (until the file $FAULT.go
+exists).
 
 Pauses go to $FAULT.pauses, a line each: port, "stop" or "go".
 """
@@ -64,7 +65,12 @@ async def fault(point: str) -> None:
     wanted = json.loads(path.read_text())
     if wanted["point"] != point:
         return
-    path.unlink()
+    if wanted.get("then"):
+        following = path.with_suffix(".then")
+        following.write_text(json.dumps(wanted["then"]))
+        os.replace(following, path)
+    else:
+        path.unlink()
     match wanted["action"]:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -37,11 +37,9 @@ def test_one_stops_while_the_other_serves_and_one_that_was_away_comes_back_at_th
         assert (stop, go) == ("stop", "go") and one == other, "two servers were stopped at once"
 
     # The first dies in the update to 4 and starts from its files; 5 and 6 come while it does.
-    host.arm("update", "die")
+    host.arm("update", "die", then=("load", "wait"))
     away, here = host.ports
     assert host.publish() == 4
-    until("death", lambda: not host.fault.exists())
-    host.arm("load", "wait")
     host.until_served(4)
     until("start", lambda: not host.fault.exists())
     for version in (5, 6):
