@@ -33,9 +33,9 @@ LONG = Request(
 )
 
 
-async def running(engine: VllmEngine, asked: asyncio.Task[list[Completion]]) -> None:
-    """Returns when a request of `asked` is running."""
-    while (await engine._metrics()).get("vllm:num_requests_running", 0.0) < 1:
+async def running(engine: VllmEngine, asked: asyncio.Task[list[Completion]], count: int) -> None:
+    """Returns when all `count` requests of `asked` are running: one that is not yet would wait."""
+    while (await engine._metrics()).get("vllm:num_requests_running", 0.0) < count:
         assert not asked.done(), asked.result()
         await asyncio.sleep(0.05)
 
@@ -49,7 +49,7 @@ def test_drained_requests_end_with_the_weights_they_began_with(deployment: Deplo
         asked = [replace(LONG, request_id=f"drain-{n}", seed=n) for n in range(3)]
         update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 80))
         before = asyncio.create_task(engine.generate(asked))
-        await running(engine, before)
+        await running(engine, before, len(asked))
         await engine.update(update)
         completions = await before
         assert [completion.spans for completion in completions] == 3 * [(VersionSpan(old, 0, 1000),)]
@@ -70,7 +70,7 @@ def test_aborted_requests_come_back_with_what_they_have(deployment: Deployment) 
         asked = [replace(LONG, request_id=f"abort-{n}", seed=n, max_tokens=4000) for n in range(3)]
         update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 81))
         before = asyncio.create_task(engine.generate(asked))
-        await running(engine, before)
+        await running(engine, before, len(asked))
         await engine.update(update)
         for completion in await before:
             tokens = len(completion.token_ids)
