@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.training.metrics import FILENAME, read_metrics
+from rollout_bridge.store import Store
+from rollout_bridge.weights.chain import read_latest
 
 ROOT = Path(__file__).parents[3]
 RL_STEPS, WARM_STEPS, PROMPTS = 10, 4, 24
@@ -55,6 +57,11 @@ class Ring:
     def rl_rows(self) -> list[dict]:
         path = self.run_dir / FILENAME
         return read_metrics(path, phase="rl") if path.exists() else []
+
+    def published(self) -> int:
+        """Version of the head."""
+        latest = read_latest(Store.open(str(self.run_dir / "store"), probe=False))
+        return 0 if latest is None else latest.version
 
     def wait(self, process: subprocess.Popen[str], when: Callable[[], bool]) -> None:
         """Until `when` holds, while the command runs."""

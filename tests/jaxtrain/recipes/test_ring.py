@@ -19,7 +19,8 @@ from tests.jaxtrain.recipes.ring import PROMPTS, RL_STEPS, WARM_STEPS, Ring
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
     ring = Ring(tmp_path_factory.mktemp("runs"))
-    said = ring.kill(ring.start(), "trainer", when=lambda: len(ring.rl_rows()) >= 2)
+    # With the head at the newest checkpoint's step (the second of RL) or past it, so that a redo meets it.
+    said = ring.kill(ring.start(), "trainer", when=lambda: len(ring.rl_rows()) >= 2 and ring.published() >= 3)
     assert "trainer: killed by SIGKILL" in said and "same command" in said
     said = ring.kill(ring.start(), "worker-0", when=lambda: len(ring.rl_rows()) >= 5)
     assert "worker-0: killed by SIGKILL" in said
