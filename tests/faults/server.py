@@ -7,8 +7,8 @@ weights at that moment (31 bits), so a client can tell which version made it.
 
 Faults: the JSON file $FAULT, {"point", "action", "then"}, is taken once, when the server comes to `point`
 (load, idle, stage, pause, start, update, finish, resume, generate), and `then` left in its place: action
-"die" (SIGKILL), "freeze" (SIGSTOP), "hang" (no answer), "fail" (status 500) or "wait" (until the file $FAULT.go
-exists).
+"die" (SIGKILL), "freeze" (SIGSTOP), "hang" (no answer), "fail" (status 500) or "wait" (until the file
+$FAULT.go exists).
 
 Pauses go to $FAULT.pauses, a line each: port, "stop" or "go".
 """
