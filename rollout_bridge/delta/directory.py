@@ -98,7 +98,7 @@ class Directory:
                 word = np.repeat(np.arange(low - 1, high), counts)[part - before[low - 1]]
             else:
                 word = np.searchsorted(before[low:high], part.astype(before.dtype), side="right") + (low - 1)
-            inside = _place_in_word(words[word], part - before[word])
+            inside = place_in_word(words[word], part - before[word])
             np.add(word << 6, inside, out=positions[begin : begin + _SLICE])
         return positions
 
@@ -116,7 +116,7 @@ def _fill(octets: np.ndarray, magnitude: np.ndarray, boundaries: np.ndarray) -> 
         octets[-1, used - 1] &= (1 << magnitude.size % 8) - 1
 
 
-def _place_in_word(bits: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+def place_in_word(bits: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     """The place int64 in each word of its set bit number `ranks`, from 0."""
     rank = ranks.astype(np.uint64)
     through = np.bitwise_count(bits.view(np.uint8)).view("<u8") * _EACH_BYTE  # byte i: bits set in bytes 0..i

@@ -131,8 +131,9 @@ def decode_many(blob: bytes, olds: Sequence[np.ndarray]) -> list[SparseChange | 
             result[members[0]] = codec.decode_sparse(body, olds[members[0]])
             continue
         decoded = group.decode(body, olds[members[0]].dtype)
-        for number, place in enumerate(members):
-            result[place] = decoded.change(number, olds[place])
+        found = decoded.changes_of(range(len(members)), [olds[place] for place in members])
+        for place, change in zip(members, found, strict=True):
+            result[place] = change
     reader.end()
     return result
 

@@ -206,10 +206,12 @@ def partition(
     steps: np.ndarray,
     effort: Effort,
     class_bits: float = 0.0,
+    time_share: float = _TIME_SHARE,
 ) -> int:
     """The mask of classes that makes the update of flat `old` smallest; fine, steps: of each changed element.
 
-    class_bits: what one more class costs beside the description of its model.
+    class_bits: what one more class costs beside the description of its model. time_share: part of a large
+    update that it has to save.
     """
     counts, changed, value_bits = _statistics(old, start, fine, steps)
     if effort is Effort.two:
@@ -217,7 +219,7 @@ def partition(
     class_bits += _MODEL_BITS
     if old.size > _LARGE:
         every = classes.coded_bits(counts, changed, value_bits, classes.ALL_CLASSES)
-        class_bits = max(class_bits, _TIME_SHARE * every)
+        class_bits = max(class_bits, time_share * every)
     return classes.choose_partition(counts, changed, value_bits, class_bits)
 
 
