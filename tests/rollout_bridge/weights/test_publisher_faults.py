@@ -77,15 +77,16 @@ def test_a_failure_while_the_next_one_is_dispatched_is_not_lost(tmp_path, monkey
     trainer = chains.chain_of(store, 1)
     store.fails = True
     first = trainer.publish(tiny.on_device(chains.TREES[2]), step=2)
-    dispatch = trainer._derivation
+    derivation = type(trainer._derivation)
+    dispatch = derivation.__call__
 
-    def dispatched_meanwhile(params):
+    def dispatched_meanwhile(self, params):
         store.let.set()
         while not first.done():
             time.sleep(0.01)
-        return dispatch(params)
+        return dispatch(self, params)
 
-    monkeypatch.setattr(trainer, "_derivation", dispatched_meanwhile)
+    monkeypatch.setattr(derivation, "__call__", dispatched_meanwhile)
     with pytest.raises(StoreError, match="unreachable"):
         trainer.publish(tiny.on_device(chains.TREES[3]), step=3)
     monkeypatch.undo()
