@@ -63,6 +63,16 @@ class Ring:
         latest = read_latest(Store.open(str(self.run_dir / "store"), probe=False))
         return 0 if latest is None else latest.version
 
+    def overtaken(self) -> int:
+        """Publications that gave way to a later one, over all starts of the trainer."""
+        starts = [0]
+        for line in (self.run_dir / FILENAME).read_text().splitlines():
+            row = json.loads(line)
+            if "restored_step" in row:
+                starts.append(0)
+            starts[-1] = max(starts[-1], row.get("versions_overtaken") or 0)
+        return sum(starts)
+
     def wait(self, process: subprocess.Popen[str], when: Callable[[], bool]) -> None:
         """Until `when` holds, while the command runs."""
         deadline = time.monotonic() + 600

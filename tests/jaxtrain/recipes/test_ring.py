@@ -42,16 +42,23 @@ def test_every_trajectory_is_accounted_for_once(store):
 
 
 def test_versions_and_plans_go_on_without_gaps(ring, store):
-    """One version a step after the first, each a child of the one before; three incarnations."""
+    """A version a step after the first, each a child of the one before; three incarnations.
+
+    On a machine that stalls, a publication that waited for its turn gives way to that of the next step.
+    """
     latest, run = read_latest(store), load_run(store)
     assert latest is not None and run is not None
-    assert latest.version == RL_STEPS + 1 and run.incarnation == latest.incarnation == 3
+    assert run.incarnation == latest.incarnation == 3
     found, ref = [], latest.manifest
     while ref is not None:
         manifest = read_manifest(store, ref, run)
         found.append((manifest.version, manifest.step))
         ref = manifest.parent
-    assert found[::-1] == [(v, WARM_STEPS + v - 1) for v in range(1, RL_STEPS + 2)]
+    versions, steps = zip(*found[::-1], strict=True)
+    assert versions == tuple(range(1, latest.version + 1))
+    assert (steps[0], steps[-1]) == (WARM_STEPS, WARM_STEPS + RL_STEPS)
+    assert list(steps) == sorted(set(steps))
+    assert RL_STEPS + 1 - latest.version <= ring.overtaken()
     assert plan_steps(store) == list(range(RL_STEPS))
     assert [row["step"] for row in ring.rl_rows()] == [WARM_STEPS + k + 1 for k in range(RL_STEPS)]
 
@@ -87,8 +94,10 @@ def test_the_engine_was_given_the_head_verified(ring, store):
 
 def test_summary_has_both_evaluations_at_exact_versions(ring, store):
     summary = json.loads((ring.run_dir / "summary.json").read_text())
-    assert summary["restarts"] == 2 and summary["versions_published"] == RL_STEPS + 1
-    assert summary["evaluated_versions"] == [1, RL_STEPS + 1]
+    latest = read_latest(store)
+    assert latest is not None
+    assert summary["restarts"] == 2 and summary["versions_published"] == latest.version
+    assert summary["evaluated_versions"] == [1, latest.version]
     assert 0 <= summary["reward_before"] <= 1 and 0 <= summary["reward_after"] <= 1
     for key in store.list("evaluations/"):
         if key.endswith("result.json"):
