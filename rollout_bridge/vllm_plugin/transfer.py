@@ -36,8 +36,6 @@ from rollout_bridge.vllm_plugin.units import held_here, units_of, untouched_unit
 logger = logging.getLogger(__name__)
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-RELEASE_SECONDS = 1.0
-"""After an update, until what was staged for it is freed: as much as the model, and no part of the pause."""
 
 
 @dataclass
@@ -126,17 +124,6 @@ class Staging:
     def loaded(self) -> None:
         """Say that this worker has the version; the client reports it when all have."""
         self._report("loaded", {"version": self.request.version, "load_ms": self.load_ms})
-
-    def release(self) -> None:
-        """Drop the mapped pages and host copies, `RELEASE_SECONDS` from now: tokens are made again then."""
-
-        def free() -> None:
-            self.weights.clear()
-            self.stacked.clear()
-
-        timer = threading.Timer(RELEASE_SECONDS, free)
-        timer.daemon = True
-        timer.start()
 
     def _report(self, what: str, content: dict[str, Any]) -> None:
         path = self.request.reports / f"{what}-{self._rank}.json"
@@ -269,9 +256,8 @@ class MirrorWeightTransferEngine(WeightTransferEngine[MirrorInitInfo, MirrorUpda
                 give_back()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
-        self._staging = None
+        self._staging = None  # drops the mapped pages and host copies
         staging.loaded()
-        staging.release()
 
     def shutdown(self) -> None:
         self._staging = None

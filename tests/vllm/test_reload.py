@@ -5,11 +5,8 @@ Stands for an FP8 engine, which a CPU cannot run. The oracle is the mirror's con
 
 from __future__ import annotations
 
-import gc
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +17,6 @@ import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rollout_bridge.vllm_plugin import transfer
 from rollout_bridge.vllm_plugin.transfer import MirrorUpdateInfo, MirrorWeightTransferEngine, StageRequest
 from rollout_bridge.weights.mirror import Mirror
 from tests.vllm import tiny_model
@@ -144,31 +140,6 @@ def test_a_tensor_that_the_model_does_not_take_fails_the_update(worker: Worker) 
     worker.engine.start_weight_update()
     with pytest.raises(RuntimeError, match=f"no tensor of 1 modules, .*{MODULE}.*older weights"):
         worker.engine.receive_weights(MirrorUpdateInfo(version=worker.version))
-
-
-def test_staged_tensors_are_freed_after_the_update_and_not_within_it(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Freeing as much as the model takes time in which no token could be made."""
-    later: list[Callable[[], None]] = []
-
-    def timer(seconds: float, function: Callable[[], None]) -> threading.Timer:
-        assert seconds > 0
-        later.append(function)
-        return threading.Timer(0, int)
-
-    worker.move(WEIGHT, worker.tensors[WEIGHT])
-    staging = worker.engine._staging
-    assert staging is not None
-    tensors = [weakref.ref(tensor) for _, tensor in staging.weights]
-    del staging
-    monkeypatch.setattr(transfer, "threading", SimpleNamespace(Timer=timer))
-    worker.update()
-    assert len(tensors) == 2 and all(tensor() is not None for tensor in tensors)
-    (free,) = later
-    free()
-    gc.collect()
-    assert all(tensor() is None for tensor in tensors)
 
 
 def test_only_the_staged_version_is_loaded(worker: Worker) -> None:
