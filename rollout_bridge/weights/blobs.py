@@ -147,16 +147,46 @@ class Changes:
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
         self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
+        self._ahead: dict[tuple[object, ...], delta.SparseChange] = {}
+
+    def ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
+        """Decodes what `change` will be asked for next, with the same arguments: what shares a blob at once,
+        which takes a fraction of one after the other. What is wrong with a piece is told when asked for it.
+
+        Raises `BrokenVersion` where a piece cannot be had.
+        """
+        shared: dict[tuple[object, ...], list[tuple[ManifestRef, Piece, np.ndarray]]] = {}
+        for ref, piece, before in wanted:
+            if piece.member is not None:
+                shared.setdefault(_group_place(ref, piece, before), []).append((ref, piece, before))
+        self._ahead.clear()
+        for place, members in shared.items():
+            ref, piece, before = members[0]
+            numbers = [piece.member for _, piece, _ in members if piece.member is not None]
+            befores = [before for *_, before in members]
+            try:
+                found = self._group(ref, piece, before).changes_of(numbers, befores)
+            except delta.DeltaError:
+                continue  # one by one it is told which
+            self._ahead |= {(*place, number): change for number, change in zip(numbers, found, strict=True)}
 
     def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
         """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`."""
         if piece.member is None:
             return delta.decode_sparse(self.pieces.piece(ref, piece), before)
-        place = *_place(ref, piece), piece.hash, before.dtype.itemsize
+        known = self._ahead.pop((*_group_place(ref, piece, before), piece.member), None)
+        return self._group(ref, piece, before).change(piece.member, before) if known is None else known
+
+    def _group(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.Group:
+        place = _group_place(ref, piece, before)
         group = self._groups.pop(place, None)
         if group is None:
             group = delta.decode_group(self.pieces.piece(ref, piece), before.dtype)
         self._groups[place] = group
         while sum(kept.changes for kept in self._groups.values()) > _KEPT_CHANGES and len(self._groups) > 1:
             self._groups.popitem(last=False)
-        return group.change(piece.member, before)
+        return group
+
+
+def _group_place(ref: ManifestRef, piece: Piece, before: np.ndarray) -> tuple[object, ...]:
+    return *_place(ref, piece), piece.hash, before.dtype.itemsize

@@ -141,7 +141,7 @@ def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, ol
     Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
     """
     current_digest = old_digest
-    only = sum(len(link.pieces(name)) for link in links) == 1  # then nothing is read that was changed before
+    only = only_piece(links, name) is not None  # then nothing is read that was changed before
     current = old
     touched: list[Change] = []
     for link in links:
@@ -168,6 +168,12 @@ def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, ol
         return touched[0]
     indices = np.unique(np.concatenate([change.indices for change in touched]))
     return Change(name, indices, current.reshape(-1)[indices])
+
+
+def only_piece(links: Sequence[Link], name: str) -> tuple[ManifestRef, Piece] | None:
+    """The piece by which `links` change tensor `name` and its version, if there is exactly one."""
+    pieces = [(link.ref, piece) for link in links for piece in link.pieces(name)]
+    return pieces[0] if len(pieces) == 1 else None
 
 
 def fill(link: Link, blobs: Pieces, name: str, target: np.ndarray) -> None:

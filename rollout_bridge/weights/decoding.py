@@ -18,9 +18,11 @@ from rollout_bridge.weights.blobs import Changes, Contents, Pieces
 from rollout_bridge.weights.canonical import TensorSpec
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.journal import Change
+from rollout_bridge.weights.manifest import ManifestRef, Piece
 from rollout_bridge.weights.parts import Part
 
 _WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
+_WINDOW_BYTES = 1 << 22  # of small tensors decoded at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +58,22 @@ class Batch:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that a process takes for it, about: what it is sent, and one tensor after the other."""
+        """Memory that a process takes for it, about: what it is sent, and one tensor after the other, or a
+        window of small ones.
+        """
         largest = max((place.spec.nbytes for place in self.places), default=0)
-        return _WORKING_BYTES * largest + sum(map(len, self.contents.held.values()))
+        return _WORKING_BYTES * max(largest, _WINDOW_BYTES) + sum(map(len, self.contents.held.values()))
 
 
 def fold(batch: Batch) -> Iterator[Change]:
     """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = Changes(batch.contents)
-    for place in batch.places:
-        change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
-        yield dataclasses.replace(change, indices=_narrow(change.indices))
+    for places in _windows(batch.places):
+        changes.ahead(_only_pieces(batch.links, data, places))
+        for place in places:
+            change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
+            yield dataclasses.replace(change, indices=_narrow(change.indices))
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,31 @@ def digests(batch: Batch) -> list[int]:
     """The digest of each tensor as it is in the file."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     return [digest.digest(_tensor(data, place)) for place in batch.places]
+
+
+def _windows(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Neighbours of about `_WINDOW_BYTES` together, or one that is larger."""
+    window: list[Place] = []
+    nbytes = 0
+    for place in places:
+        if window and nbytes + place.spec.nbytes > _WINDOW_BYTES:
+            yield window
+            window, nbytes = [], 0
+        window.append(place)
+        nbytes += place.spec.nbytes
+    if window:
+        yield window
+
+
+def _only_pieces(
+    links: Sequence[Link], data: np.ndarray, places: Sequence[Place]
+) -> Iterator[tuple[ManifestRef, Piece, np.ndarray]]:
+    """Of tensors that one piece changes: it, and the bits it changes."""
+    for place in places:
+        found = chain.only_piece(links, place.name)
+        if found is not None:
+            ref, piece = found
+            yield ref, piece, np.ascontiguousarray(_tensor(data, place)[piece.slices])
 
 
 def _tensor(data: np.ndarray, place: Place) -> np.ndarray:

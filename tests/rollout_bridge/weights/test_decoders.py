@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rollout_bridge.delta import Group
 from rollout_bridge.store import Store
 from rollout_bridge.weights import blobs, chain, mirror, parallel, subscriber
 from rollout_bridge.weights.blobs import Blobs
@@ -227,6 +230,45 @@ def test_an_object_is_fetched_once_however_many_threads_ask_and_a_shared_blob_re
             assert sorted(asked) == sorted(objects)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_arrays_of_a_blob_are_decoded_together_and_the_one_that_is_wrong_is_named(
+    published, tmp_path, monkeypatch
+):
+    store, trees = published
+    reader = reader_of(store, tmp_path / "mirror")
+    reader.advance(1)
+    asked = []
+    changes_of = Group.changes_of
+
+    def watched(self, numbers, olds):
+        asked.append(len(numbers))
+        return changes_of(self, numbers, olds)
+
+    monkeypatch.setattr(Group, "changes_of", watched)
+    reader.advance(2)
+    tiny.assert_holds(reader, trees[2])
+    [link, *_] = [link for link in reader._manifests.values() if link.version == 2]
+    shared = {
+        name: piece
+        for name, entry in link.tensors.items()
+        for piece in entry.blobs
+        if piece.member is not None
+    }
+    assert sum(asked) == len(shared) > len(asked) == len({piece.key for piece in shared.values()})
+
+    name, other = list(shared)[5], list(shared)[6]
+    entry = link.tensors[name]
+    wrong = entry.blobs[0].model_copy(update={"member": 10**6})
+    tensors = link.tensors | {name: entry.model_copy(update={"blobs": (wrong,)})}
+    fetched = Blobs(store)
+    changes = blobs.Changes(fetched)
+    lying = chain.Link(link.ref, link.model_copy(update={"tensors": tensors}), whole=False)
+    olds = {each: np.zeros(tensors[each].spec.shape, tensors[each].spec.bits) for each in (name, other)}
+    changes.ahead([(lying.ref, tensors[each].blobs[0], olds[each]) for each in (name, other)])
+    with pytest.raises(BrokenVersion, match=f"tensor {re.escape(name)}: .*1000000"):
+        chain.fold([lying], changes, name, olds[name], 0)
+    fetched.close()
 
 
 def slept(number):
