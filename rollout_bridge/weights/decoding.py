@@ -6,7 +6,7 @@ Only what a batch needs travels: its part of the manifests and its pieces, fetch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def fold(batch: Batch) -> Iterator[Change]:
     """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = Changes(batch.contents)
-    for places in _windows(batch.places):
+    for places in filled(batch.places, _WINDOW_BYTES):
         changes.ahead(_only_pieces(batch.links, data, places))
         for place in places:
             change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
@@ -109,18 +109,18 @@ def digests(batch: Batch) -> list[int]:
     return [digest.digest(_tensor(data, place)) for place in batch.places]
 
 
-def _windows(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Neighbours of about `_WINDOW_BYTES` together, or one that is larger."""
-    window: list[Place] = []
+def filled(places: Iterable[Place], limit: int) -> Iterator[list[Place]]:
+    """Neighbours of at most `limit` bytes together, or one that is larger."""
+    batch: list[Place] = []
     nbytes = 0
     for place in places:
-        if window and nbytes + place.spec.nbytes > _WINDOW_BYTES:
-            yield window
-            window, nbytes = [], 0
-        window.append(place)
+        if batch and nbytes + place.spec.nbytes > limit:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(place)
         nbytes += place.spec.nbytes
-    if window:
-        yield window
+    if batch:
+        yield batch
 
 
 def _only_pieces(

@@ -295,16 +295,7 @@ class Subscriber:
         """Neighbours that fill a batch together."""
         fair = sum(place.spec.nbytes for place in places) // (_TURNS * self._workers.count)
         limit = max(_BATCH_BYTES, min(fair, _LARGE * _BATCH_BYTES))
-        batch: list[Place] = []
-        nbytes = 0
-        for place in places:
-            if batch and nbytes + place.spec.nbytes > limit:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(place)
-            nbytes += place.spec.nbytes
-        if batch:
-            yield batch
+        return decoding.filled(places, limit)
 
     def _verify_bytes_of(self, changed: frozenset[str]) -> None:
         """Digests what is on disk, least recently checked first, within the budget of one update."""
