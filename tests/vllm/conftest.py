@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import Coroutine, Iterator
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +60,24 @@ class Deployment:
 
     async def publish(self, engine: VllmEngine, new: Tensors) -> UpdateReport:
         return await engine.update(self.move_mirror(new))
+
+
+async def stage(
+    engine: VllmEngine, version: int, mirror: Path, changed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Stage as an update does, and wait: what the server's one worker says. No weight has been touched."""
+    with tempfile.TemporaryDirectory(prefix="staged-") as reports:
+        request = {"version": version, "mirror": str(mirror), "changed": list(changed), "reports": reports}
+        await engine._rpc("mirror_stage", json.dumps(request))
+        (status,) = await engine._reported(Path(reports), "staged")
+    return status
+
+
+async def leave_session_open(engine: VllmEngine, version: int, mirror: Path) -> None:
+    """Begin a reload and do not end it: the next update fails inside its pause."""
+    status = await stage(engine, version, mirror)
+    assert status["state"] == "ready", status
+    await engine._call("POST", "/start_weight_update")
 
 
 def free_port() -> int:

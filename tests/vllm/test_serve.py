@@ -30,7 +30,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.publisher import Publisher
 from tests.vllm import tiny_model
-from tests.vllm.conftest import free_port
+from tests.vllm.conftest import free_port, leave_session_open
 
 SERVE = """
 import logging, pathlib, sys
@@ -94,11 +94,8 @@ async def portrait(url: str) -> tuple[list[Any], dict[str, str]]:
 
 
 async def begin_reload(url: str, version: int, mirror: Path) -> None:
-    """Leave a reload session open, which makes the next update fail inside its pause."""
     engine = VllmEngine(url)
-    stage = {"version": version, "mirror": str(mirror), "changed": [], "reports": str(mirror.parent)}
-    await engine._rpc("mirror_stage", json.dumps(stage))
-    await engine._call("POST", "/start_weight_update")
+    await leave_session_open(engine, version, mirror)
     await engine.close()
 
 

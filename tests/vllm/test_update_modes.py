@@ -6,7 +6,6 @@ keep_kv's prefixes and requests in flight are in test_vllm_engine.py.
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from rollout_bridge.engines.protocol import (
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import cached_prompt_tokens, generate_payload
 from tests.vllm import tiny_model
-from tests.vllm.conftest import Deployment
+from tests.vllm.conftest import Deployment, stage
 
 pytestmark = pytest.mark.vllm
 
@@ -112,22 +111,13 @@ def test_recompute_kv_leaves_no_prefix_of_an_older_policy(deployment: Deployment
     deployment.wait(run())
 
 
-def test_experts_of_a_layer_are_staged_as_the_two_tensors_that_vllm_keeps(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_experts_of_a_layer_are_staged_as_the_two_tensors_that_vllm_keeps(deployment: Deployment) -> None:
     """Staging touches no weight. That they are loaded right is in test_serve.py, against a cold start."""
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
 
     async def run() -> dict[str, Any]:
         engine = deployment.client()
-        stage = {
-            "version": deployment.version,
-            "mirror": str(deployment.mirror.directory),
-            "changed": [expert],
-            "reports": str(tmp_path),
-        }
-        await engine._rpc("mirror_stage", json.dumps(stage))
-        (status,) = await engine._reported(tmp_path, "staged")
+        status = await stage(engine, deployment.version, deployment.mirror.directory, [expert])
         await engine.close()
         return status
 

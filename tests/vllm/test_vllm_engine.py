@@ -6,7 +6,6 @@ Oracles: transformers for log-probabilities. That updated weights equal loaded o
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from rollout_bridge.engines.protocol import (
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import cached_prompt_tokens, generate_payload
 from tests.vllm import tiny_model
-from tests.vllm.conftest import Deployment
+from tests.vllm.conftest import Deployment, leave_session_open
 
 pytestmark = pytest.mark.vllm
 
@@ -307,14 +306,7 @@ def test_a_failed_reload_leaves_the_server_paused_and_the_engine_unhealthy(deplo
     async def run() -> None:
         engine = deployment.client()
         update = deployment.move_mirror({})
-        stage = {
-            "version": update.version,
-            "mirror": str(update.mirror),
-            "changed": [],
-            "reports": str(deployment.directory),
-        }
-        await engine._rpc("mirror_stage", json.dumps(stage))
-        await engine._call("POST", "/start_weight_update")
+        await leave_session_open(engine, update.version, update.mirror)
         with pytest.raises(EngineError, match="already active"):
             await engine.update(update)
         assert (await engine._call("GET", "/is_paused"))["is_paused"]
