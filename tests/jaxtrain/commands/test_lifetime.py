@@ -18,7 +18,7 @@ from jaxtrain.commands.lifetime import follow_parent
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 follow_parent()
 pathlib.Path(sys.argv[1]).touch()
-time.sleep(120)
+time.sleep(600)
 """
 
 PARENT = """
@@ -26,7 +26,7 @@ import os, subprocess, sys, time
 environment = os.environ | {"JAXTRAIN_PARENT_PID": str(os.getpid()), "JAXTRAIN_PARENT_GRACE_S": "0.1"}
 child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environment, start_new_session=True)
 print(child.pid, flush=True)
-time.sleep(120)
+time.sleep(600)
 """
 
 
