@@ -21,19 +21,19 @@ from sharding.tree import gather, reshard, shard, to_global, to_local
 
 def main(coordinator: str, process_id: int) -> None:
     seen: dict = {}
-    processes.initialize(coordinator, 2, process_id, timeout_seconds=60)
+    processes.initialize(coordinator, 2, process_id, timeout_seconds=300)
     seen["index"], seen["count"] = processes.process_index(), processes.process_count()
 
     # The same name again is another broadcast, and the source need not be process 0.
     mine = {"from": process_id, "pair": (1, 2)}
     seen["broadcasts"] = [
-        processes.broadcast_json(mine, name="settings", timeout=60),
-        processes.broadcast_json([process_id], name="settings", timeout=60),
-        processes.broadcast_json(mine, name="other", source=1, timeout=60),
+        processes.broadcast_json(mine, name="settings", timeout=300),
+        processes.broadcast_json([process_id], name="settings", timeout=300),
+        processes.broadcast_json(mine, name="other", source=1, timeout=300),
     ]
-    processes.barrier("everybody is here", 60)
+    processes.barrier("everybody is here", 300)
     seen["answers"] = [
-        processes.any_of(flag, name="stop", timeout=60) for flag in (False, process_id == 1, False)
+        processes.any_of(flag, name="stop", timeout=300) for flag in (False, process_id == 1, False)
     ]
 
     # 2 processes x 4 devices: one all-reduce across both.
@@ -57,13 +57,13 @@ def main(coordinator: str, process_id: int) -> None:
             processes.barrier("checkpoint step 7", 0.5)
         except ProcessesError as error:
             seen["barrier error"] = str(error)
-    processes.barrier("after the missed one", 60)
+    processes.barrier("after the missed one", 300)
     try:
         if process_id == 1:
             processes.broadcast_json(None, name="plan 3", timeout=0.5)
     except ProcessesError as error:
         seen["broadcast error"] = str(error)
-    processes.barrier("done", 60)
+    processes.barrier("done", 300)
     processes.shutdown()
     print(json.dumps(seen))
 

@@ -37,7 +37,7 @@ print(sorted(modules), describe(shard(tree, shardings)).bytes_per_device)
 
 def test_the_package_works_with_jax_and_numpy_alone():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     modules = ["collectives", "errors", "hlo", "inspect", "leaves", "mesh", "processes", "rules", "tree"]
@@ -47,6 +47,6 @@ def test_the_package_works_with_jax_and_numpy_alone():
 def test_importing_the_package_does_not_import_jax():
     program = "import sys, sharding; print('jax' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "False", done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,16 +16,11 @@ from sharding import processes
 from sharding.errors import ProcessesError
 from sharding.mesh import MeshSpec
 from tests.sharding import training_program
+from tests.sharding.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("processes_program.py")
 TRAINING = Path(training_program.__file__)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(*command: str) -> subprocess.Popen:
@@ -42,13 +36,13 @@ def start(*command: str) -> subprocess.Popen:
 
 def run_two(program: Path) -> list[dict]:
     """The last line that each of two processes of a program prints, by process id."""
-    address = f"127.0.0.1:{free_port()}"
-    running = [start(str(program), address, str(process)) for process in (0, 1)]
-    try:
-        outputs = [process.communicate(timeout=180) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    with held_port() as port:
+        running = [start(str(program), f"127.0.0.1:{port}", str(process)) for process in (0, 1)]
+        try:
+            outputs = [process.communicate(timeout=500) for process in running]
+        finally:
+            for process in running:
+                process.kill()
     for process, (_, errors) in zip(running, outputs, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
@@ -135,12 +129,13 @@ except ProcessesError as error:
     ],
 )
 def test_joining_alone_fails_with_a_name_and_an_ordinary_exit(process, message):
-    address = f"127.0.0.1:{free_port()}"
-    running = start("-c", JOIN, address, str(process))
-    try:
-        output, errors = running.communicate(timeout=120)
-    finally:
-        running.kill()
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        running = start("-c", JOIN, address, str(process))
+        try:
+            output, errors = running.communicate(timeout=500)
+        finally:
+            running.kill()
     assert running.returncode == 7, errors
     assert output.startswith(message.format(address=address))
 
@@ -169,8 +164,11 @@ def test_wrong_arguments_are_named_before_any_wait(arguments, message):
 
 def test_joining_after_a_device_was_touched_says_so():
     jax.devices()
-    with pytest.raises(ProcessesError, match=r"process 0 of 2 could not join at .*must be called before"):
-        processes.initialize(f"127.0.0.1:{free_port()}", 2, 0, timeout_seconds=30)
+    with (
+        held_port() as port,
+        pytest.raises(ProcessesError, match=r"process 0 of 2 could not join at .*must be called before"),
+    ):
+        processes.initialize(f"127.0.0.1:{port}", 2, 0, timeout_seconds=300)
 
 
 def test_arguments_come_from_the_environment(monkeypatch):

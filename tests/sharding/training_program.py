@@ -65,9 +65,9 @@ def train(mesh: Mesh) -> dict:
 
 
 def main(coordinator: str, process_id: int) -> None:
-    processes.initialize(coordinator, 2, process_id, timeout_seconds=60)
+    processes.initialize(coordinator, 2, process_id, timeout_seconds=300)
     found = train(MeshSpec({"fsdp": -1}).build())
-    processes.barrier("trained", 60)
+    processes.barrier("trained", 300)
     processes.shutdown()
     print(json.dumps(found))
 

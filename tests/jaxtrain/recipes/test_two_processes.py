@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from jaxtrain.training.metrics import FILENAME, read_metrics
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
+from tests.sharding.ports import held_port
 
 pytestmark = pytest.mark.faults  # four starts of a trainer
 
@@ -24,12 +24,9 @@ STEPS = 4
 
 
 def start(
-    directory: Path, *, steps: int, processes: int, checkpoint_every: int = 2
+    directory: Path, *, steps: int, processes: int = 1, port: int = 0, checkpoint_every: int = 2
 ) -> list[subprocess.Popen]:
-    """The same command once a process; two devices in all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """The same command once a process, of several at `port`; two devices in all."""
     command = [sys.executable, "-m", "jaxtrain", "train", "--config", "configs/sft.yaml", SMALL_MODEL]
     command += [f"runs_dir={directory}", f"sft.steps={steps}", f"checkpoint.every_steps={checkpoint_every}"]
     command += ["environment.held_out_prompts=8", "batch={rows: 8, sequence_length: 32}"]
@@ -66,12 +63,13 @@ def finish(running: list[subprocess.Popen], *, status: int = 0) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("alone")
-    finish(start(directory, steps=STEPS, processes=1))
+    finish(start(directory, steps=STEPS))
     return directory / "sft"
 
 
 def test_two_processes_train_as_one(alone, tmp_path):
-    finish(start(tmp_path, steps=STEPS, processes=2))
+    with held_port() as port:
+        finish(start(tmp_path, steps=STEPS, processes=2, port=port))
     rows = (tmp_path / "sft" / FILENAME).read_text().splitlines()
     assert len(rows) == STEPS  # written once
     for found, expected in zip(read_metrics(tmp_path / "sft"), read_metrics(alone), strict=True):
@@ -82,15 +80,16 @@ def test_two_processes_train_as_one(alone, tmp_path):
 
 
 def test_a_signal_to_one_stops_both_and_one_process_goes_on(tmp_path):
-    running = start(tmp_path, steps=10**6, processes=2, checkpoint_every=10**6)
     metrics = tmp_path / "sft" / FILENAME
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and read_metrics(metrics)):
-        assert all(process.poll() is None for process in running), running[0].communicate()[0]
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.1)
-    running[1].send_signal(signal.SIGTERM)
-    finish(running, status=130)
+    with held_port() as port:
+        running = start(tmp_path, steps=10**6, processes=2, port=port, checkpoint_every=10**6)
+        deadline = time.monotonic() + 300
+        while not (metrics.exists() and read_metrics(metrics)):
+            assert all(process.poll() is None for process in running), running[0].communicate()[0]
+            assert time.monotonic() < deadline, "no step was made"
+            time.sleep(0.1)
+        running[1].send_signal(signal.SIGTERM)
+        finish(running, status=130)
     stopped = read_metrics(metrics)[-1]["step"]
-    finish(start(tmp_path, steps=stopped + 1, processes=1, checkpoint_every=10**6))
+    finish(start(tmp_path, steps=stopped + 1, checkpoint_every=10**6))
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, stopped + 2))
