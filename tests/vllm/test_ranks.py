@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class Workers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, late: float = 0.0, **second: Any) -> None:
         self.calls: list[str] = []
-        self.engine = VllmEngine("http://127.0.0.1:1", update_timeout=5.0)
+        self.engine = VllmEngine("http://127.0.0.1:1", update_timeout=600.0)
         self._late, self._second = late, second
         self._tasks: list[asyncio.Task[None]] = []
         monkeypatch.setattr(self.engine, "_call", self.call)
@@ -75,6 +77,32 @@ def test_the_pause_begins_when_the_last_worker_has_staged(monkeypatch: pytest.Mo
         "/finish_weight_update",
         "/resume",
     ]
+
+
+def test_a_cancelled_update_is_cancelled_whatever_a_worker_reports_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Just before the reports are removed the second worker says that it has staged."""
+    workers = Workers(monkeypatch, late=3600.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove = os.rmdir
+
+    def reported(path: Any, **options: Any) -> None:
+        workers.report("staged", 1)
+        remove(path, **options)
+
+    async def cancelled() -> None:
+        asked = asyncio.create_task(workers.engine.update(UPDATE))
+        while "/get_world_size" not in workers.calls:  # then it waits for both
+            await asyncio.sleep(0.001)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rmdir", reported)
+            asked.cancel()
+            await asyncio.wait([asked])
+        assert asked.cancelled()
+        assert (workers.reports / "staged-1.json").exists()
+
+    asyncio.run(cancelled())
 
 
 @pytest.mark.parametrize("said", [{"state": "failed", "error": "no such tensor"}, {"version": 6}])
