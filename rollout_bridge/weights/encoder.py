@@ -13,6 +13,7 @@ import xxhash
 from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
+from rollout_bridge.weights import parallel
 from rollout_bridge.weights.chain import flat_indices
 from rollout_bridge.weights.commit import PartTensor
 from rollout_bridge.weights.manifest import Piece
@@ -205,9 +206,9 @@ def _in_order(  # noqa: ANN202
         waiting.append((group, pool.submit(_encode, group, preset)))
         if len(waiting) > ahead:
             first, future = waiting.pop(0)
-            yield first, future.result()
+            yield first, parallel.result(pool, future)
     for first, future in waiting:
-        yield first, future.result()
+        yield first, parallel.result(pool, future)
 
 
 def _encode(group: list[Patch], preset: str) -> tuple[bytes, list[int]]:

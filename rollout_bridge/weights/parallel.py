@@ -12,7 +12,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import TypeVar
@@ -22,6 +22,7 @@ _Result = TypeVar("_Result")
 
 _MOST = 64  # of a host with more cores, which serves as well
 _AHEAD = 4  # items a process that may be begun before the first of them is taken
+_LOOK_SECONDS = 2.0  # between looks at whether what is waited for can still come
 
 
 def default_count() -> int:
@@ -65,15 +66,16 @@ class Workers:
             for item in items:
                 price = cost(item)
                 while begun and (held + price > limit or len(begun) >= _AHEAD * self.count):
-                    yield begun[0][0].result()
+                    yield result(self._pool, begun[0][0])
                     held -= begun.popleft()[1]
                 begun.append((self._pool.submit(work, item), price))
                 held += price
             while begun:
-                yield begun[0][0].result()
+                yield result(self._pool, begun[0][0])
                 begun.popleft()
         except BrokenProcessPool as error:
-            self.close()
+            begun.clear()  # the pool ends all of them; one cancelled meanwhile would keep it from that
+            self.close(wait=True)
             raise OSError(
                 "a decoding process died: the kernel kills one when memory runs out (dmesg says so). Others "
                 "are started for the next attempt; set fewer decoders if it happens again"
@@ -81,13 +83,32 @@ class Workers:
         finally:
             for future, _ in begun:
                 future.cancel()
-            wait([future for future, _ in begun])
+            try:
+                _ended(self._pool, [future for future, _ in begun])
+            except BrokenProcessPool:  # those that are left have ended with their processes
+                self.close(wait=True)
 
-    def close(self) -> None:
-        """Ends the processes."""
+    def close(self, *, wait: bool = False) -> None:
+        """Ends the processes, or has them end."""
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
             self._pool = None
+
+
+def result(pool: Executor, future: Future[_Result]) -> _Result:
+    """What `pool` makes of `future`. Raises what that raises, `BrokenProcessPool` if a process died.
+
+    A pool of Python 3.11 forgets what it is handed at the moment when one of its processes dies: to wait for
+    that alone could last for ever.
+    """
+    _ended(pool, [future])
+    return future.result()
+
+
+def _ended(pool: Executor, futures: list[Future[_Result]]) -> None:
+    """Returns when all have. Raises `BrokenProcessPool` if the pool is broken and some never will."""
+    while wait(futures, _LOOK_SECONDS).not_done:
+        pool.submit(os.getpid)  # a broken pool takes nothing
 
 
 def each(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ from rollout_bridge.weights.manifest import BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.subscriber import Subscriber
 from tests.rollout_bridge.weights import tiny
+from tests.running import runs
 
-SECONDS = 20  # until a test that hangs says so
+SECONDS = 120  # until a test that hangs says so
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,14 @@ def killed(number):
     return number
 
 
+def killed_first(number):
+    """Before the others, most of which nobody has begun then."""
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1)
+    return number
+
+
 def test_results_come_in_order_within_the_limit_and_an_item_over_it_alone(workers):
     """Costs 1..4 and one of 100 under a limit of 8: what is begun is counted as items are asked for."""
     costs = [1 + number % 4 for number in range(60)]
@@ -333,6 +342,33 @@ def test_a_process_that_dies_is_trouble_that_passes():
     workers.close()
 
 
+@pytest.mark.timeout(SECONDS)
+def test_items_that_wait_when_a_process_dies_are_failed_by_the_pool_and_not_cancelled(monkeypatch):
+    """The first failure is heard while the pool, in a thread of its own, has others still to fail."""
+    fail = Future.set_exception
+
+    def slowly(self, error):
+        fail(self, error)
+        if isinstance(error, BrokenProcessPool):
+            time.sleep(0.1)
+
+    monkeypatch.setattr(Future, "set_exception", slowly)
+    workers = parallel.Workers(2)
+    with pytest.raises(OSError, match="a decoding process died"):
+        list(workers.in_order(killed_first, range(9), here=False, cost=lambda number: 1, limit=99))
+    workers.close()
+
+
+def test_what_a_broken_pool_has_forgotten_is_not_waited_for(monkeypatch):
+    class Broken(Executor):
+        def submit(self, *arguments, **options):
+            raise BrokenProcessPool("a process died")
+
+    monkeypatch.setattr(parallel, "_LOOK_SECONDS", 0.01)
+    with pytest.raises(BrokenProcessPool):
+        parallel.result(Broken(), Future())
+
+
 PROGRAM = """
 import os, sys, time
 from rollout_bridge.weights.parallel import Workers
@@ -341,7 +377,7 @@ from tests.rollout_bridge.weights.test_decoders import slept
 if __name__ == "__main__":
     found = Workers(2).in_order(slept, range(40), here=False, cost=lambda number: 0, limit=0)
     print(*{process for _, process in found}, flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -354,20 +390,12 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     ) as parent:
         assert parent.stdout is not None
         processes = [int(process) for process in parent.stdout.readline().split()]
-        assert processes and all(alive(process) for process in processes)
+        assert processes and all(runs(process) for process in processes)
         parent.kill()
     deadline = time.monotonic() + SECONDS
-    while any(alive(process) for process in processes):
+    while any(runs(process) for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def alive(process):
-    """Not gone, and not a corpse that waits for its parent."""
-    try:
-        return " Z " not in Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_settings_are_checked(published, tmp_path):
