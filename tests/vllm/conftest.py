@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.run import RunInfo
 from rollout_bridge.weights.update import Update
+from tests.ports import free_port
 from tests.vllm import tiny_model
 from tests.vllm.tiny_model import Tensors
 
@@ -41,7 +41,7 @@ class Deployment:
         return self.loop.run_until_complete(work)
 
     def client(self, kv_policy: KvPolicy = KvPolicy.KEEP) -> VllmEngine:
-        return VllmEngine(self.server.url, kv_policy=kv_policy, version_timeout=60)
+        return VllmEngine(self.server.url, kv_policy=kv_policy)
 
     def move_mirror(self, new: Tensors) -> Update:
         """The next version: the mirror gets the new tensors."""
@@ -78,12 +78,6 @@ async def leave_session_open(engine: VllmEngine, version: int, mirror: Path) -> 
     status = await stage(engine, version, mirror)
     assert status["state"] == "ready", status
     await engine._call("POST", "/start_weight_update")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def server_settings(**changes: Any) -> VllmServerSettings:

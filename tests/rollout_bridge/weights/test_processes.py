@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout_bridge.weights.chain import read_latest
+from tests.ports import free_port
 from tests.rollout_bridge.weights import tiny
 from tests.rollout_bridge.weights.processes_program import tree_of
 
@@ -21,9 +21,7 @@ PROGRAM = Path(__file__).with_name("processes_program.py")
 
 def together(url: str, first: int, last: int, *, refused: int = 0) -> list[dict]:
     """What each of two processes printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
