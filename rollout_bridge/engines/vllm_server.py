@@ -147,7 +147,9 @@ class VllmServer:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+                # Not wait_for: until Python 3.12 it loses a cancellation that comes with the end.
+                async with asyncio.timeout(STOP_SECONDS):
+                    await process.wait()
             except TimeoutError:
                 logger.warning("vLLM at %s: still there %.0f s after SIGTERM", self.url, STOP_SECONDS)
         await self._kill_group(process.pid)

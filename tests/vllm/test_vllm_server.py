@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollout_bridge.engines.protocol import EngineError
 from rollout_bridge.engines.vllm_server import VllmServer
-from tests.vllm.conftest import free_port, server_settings
+from tests.ports import free_port
+from tests.running import group_runs, runs
+from tests.vllm.conftest import server_settings
 
 
 def start(server: VllmServer, directory: Path) -> None:
@@ -23,8 +28,7 @@ def start(server: VllmServer, directory: Path) -> None:
 
 def assert_no_process(server: VllmServer) -> None:
     assert server.pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.killpg(server.pid, 0)
+    assert not group_runs(server.pid)
 
 
 def test_a_busy_port_is_found_before_anything_is_started(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_server_that_is_not_healthy_in_time_is_ended(tmp_path: Path) -> None:
 def test_a_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """SIGKILL gives the parent no chance to stop it; the kernel tells the server."""
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text("import time; time.sleep(99)")
+    (tmp_path / "vllm" / "__init__.py").write_text("import time; time.sleep(9999)")
     program = f"""
 import asyncio, pathlib
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
@@ -92,20 +96,52 @@ asyncio.run(main())
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert _runs(pid)
+    assert runs(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    while _runs(pid):
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process exists and is not a zombie that nobody has reaped."""
+    began = time.monotonic()
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        while runs(pid):
+            assert time.monotonic() - began < 120, "the server goes on without its parent"
+            time.sleep(0.02)
+    finally:
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_that_comes_with_the_end_of_a_server_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, turns: int, tmp_path: Path
+) -> None:
+    """However many turns of the loop after it; else an agent told to stop would start the next server."""
+
+    async def stop() -> bool:
+        server: Any = VllmServer(server_settings(), tmp_path / "log")
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        signalled: list[int] = []
+
+        async def wait() -> int:
+            return await ended
+
+        async def nobody_left(group: int) -> None: ...
+
+        server._process = SimpleNamespace(
+            pid=1, returncode=None, wait=wait, send_signal=lambda number: signalled.append(number)
+        )
+        monkeypatch.setattr(server, "_kill_group", nobody_left)
+        stopping = asyncio.create_task(server.stop())
+        while not signalled:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ended.set_result(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        accepted = stopping.cancel()
+        await asyncio.wait([stopping])
+        return stopping.cancelled() or not accepted
+
+    assert asyncio.run(stop())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "example.org", ""])
