@@ -6,6 +6,7 @@ keep_kv's prefixes and requests in flight are in test_vllm_engine.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rollout_bridge.engines.protocol import (
 )
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import cached_prompt_tokens, generate_payload
+from rollout_bridge.weights.update import Update
 from tests.vllm import tiny_model
 from tests.vllm.conftest import Deployment, stage
 
@@ -32,11 +34,32 @@ LONG = Request(
 )
 
 
-async def running(engine: VllmEngine, asked: asyncio.Task[list[Completion]], count: int) -> None:
-    """Returns when all `count` requests of `asked` are running: one that is not yet would wait."""
-    while (await engine._metrics()).get("vllm:num_requests_running", 0.0) < count:
-        assert not asked.done(), asked.result()
-        await asyncio.sleep(0.05)
+async def under_way(
+    engine: VllmEngine, deployment: Deployment, seed: int, requests: Sequence[Request]
+) -> list[Completion]:
+    """What `requests` bring when an update meets all of them running: one that does not yet would wait.
+
+    They are asked once the new weights are staged, so that nothing slow comes before the pause; and again, if
+    the first of them ended before the last one ran.
+    """
+    update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, seed))
+    stage = engine._stage
+    asked: list[asyncio.Task[list[Completion]]] = []
+
+    async def staged(update: Update, reports: Path) -> int:
+        tensors = await stage(update, reports)
+        asked.append(asyncio.create_task(engine.generate(requests)))
+        while (await engine._metrics()).get("vllm:num_requests_running", 0.0) < len(requests):
+            if asked[-1].done():
+                asked[-1].result()
+                asked.append(asyncio.create_task(engine.generate(requests)))
+            await asyncio.sleep(0.05)
+        return tensors
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_stage", staged)
+        await engine.update(update)
+    return await asked[-1]
 
 
 def test_drained_requests_end_with_the_weights_they_began_with(deployment: Deployment) -> None:
@@ -46,11 +69,7 @@ def test_drained_requests_end_with_the_weights_they_began_with(deployment: Deplo
         engine = deployment.client()
         engine.update_mode = UpdateMode.DRAIN
         asked = [replace(LONG, request_id=f"drain-{n}", seed=n) for n in range(3)]
-        update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 80))
-        before = asyncio.create_task(engine.generate(asked))
-        await running(engine, before, len(asked))
-        await engine.update(update)
-        completions = await before
+        completions = await under_way(engine, deployment, 80, asked)
         assert [completion.spans for completion in completions] == 3 * [(VersionSpan(old, 0, 1000),)]
         assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
         (after,) = await engine.generate([replace(LONG, max_tokens=8)])
@@ -67,11 +86,7 @@ def test_aborted_requests_come_back_with_what_they_have(deployment: Deployment) 
         engine = deployment.client()
         engine.update_mode = UpdateMode.ABORT
         asked = [replace(LONG, request_id=f"abort-{n}", seed=n, max_tokens=4000) for n in range(3)]
-        update = deployment.move_mirror(tiny_model.random_tensors(deployment.run, 81))
-        before = asyncio.create_task(engine.generate(asked))
-        await running(engine, before, len(asked))
-        await engine.update(update)
-        for completion in await before:
+        for completion in await under_way(engine, deployment, 81, asked):
             tokens = len(completion.token_ids)
             assert completion.finish_reason is FinishReason.ABORT
             assert tokens < 4000
