@@ -19,6 +19,8 @@ from rollout_bridge.weights.manifest import Latest
 from sharding import processes
 from tests.rollout_bridge.weights import tiny
 
+PATIENCE = 300  # seconds for the other process: on a busy machine one starts long after the other
+
 # Experts over the processes; widths over both, some of them across 128-blocks.
 SPECS = {
     "moe/mlp/experts/gate_proj": PartitionSpec(None, "process", None, "device"),
@@ -63,12 +65,12 @@ def spread(tree: tiny.Params, mesh: Mesh) -> dict[str, jax.Array]:
 
 def main(coordinator: str, process: int, url: str, first: int, last: int, refused: int) -> None:
     seen: dict = {"kinds": [], "blobs": 0, "reproduced": None, "error": None}
-    processes.initialize(coordinator, 2, process, timeout_seconds=60)
+    processes.initialize(coordinator, 2, process, timeout_seconds=PATIENCE)
     store = Refusing.open(url)
-    timeout = 4.0 if refused else 60.0
+    timeout = 20.0 if refused else float(PATIENCE)
     publisher = tiny.publisher(store, full_every=2, process=process, processes=2, timeout=timeout)
     head = publisher.take_over().model_dump(mode="json") if process == 0 else None
-    head = Latest.model_validate(processes.broadcast_json(head, name="head", timeout=60))
+    head = Latest.model_validate(processes.broadcast_json(head, name="head", timeout=PATIENCE))
     if process != 0:
         publisher.join(head)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("process", "device"))
@@ -77,9 +79,9 @@ def main(coordinator: str, process: int, url: str, first: int, last: int, refuse
     for step in range(first, last + 1):
         store.refuses = step == refused and process == 1
         params = spread(tree_of(step), mesh)
-        processes.barrier(f"step {step}", 60)
+        processes.barrier(f"step {step}", PATIENCE)
         try:
-            manifest = publisher.publish(params, step=step).result(120)
+            manifest = publisher.publish(params, step=step).result(PATIENCE)
         except StoreError as error:
             seen["error"] = str(error)
             break
@@ -89,7 +91,7 @@ def main(coordinator: str, process: int, url: str, first: int, last: int, refuse
     print("\n" + json.dumps(seen), flush=True)
     if not refused:
         publisher.close()
-    processes.barrier("done", 60)
+    processes.barrier("done", PATIENCE)
     processes.shutdown()
 
 

@@ -21,7 +21,7 @@ from tests.rollout_bridge.weights import tiny
 TREES = [tiny.params()]
 for _number in range(1, 6):
     TREES.append(tiny.step(TREES[-1], _number))
-QUICK = AgentSettings(poll=0.01, heartbeat=0.02, patience=20.0, retry=0.01)
+QUICK = AgentSettings(poll=0.01, heartbeat=0.02, patience=300.0, retry=0.01)
 
 
 class Engine:
@@ -59,14 +59,14 @@ def publisher(store):
 
 
 def publish(trainer, number):
-    trainer.publish(tiny.on_device(TREES[number]), step=number).result(60)
+    trainer.publish(tiny.on_device(TREES[number]), step=number).result(300)
 
 
 def finish(store):
     store.put_json("control/state.json", {"phase": "finished", "step": 0, "version": 0, "time": 0.0})
 
 
-def run(agent, timeout=60):
+def run(agent, timeout=300):
     asyncio.run(asyncio.wait_for(agent.run(), timeout))
 
 
@@ -180,7 +180,7 @@ def test_an_agent_waits_for_a_run_and_for_a_store_out_of_reach(tmp_path):
             await asyncio.sleep(0.01)
         finish(Store.open(store.url))
         store.failing = False
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 300)
 
     asyncio.run(scenario())
     assert engine.versions == [1]
@@ -223,7 +223,7 @@ def test_a_pin_holds_the_version_until_its_result_or_its_expiry(tmp_path):
         store.put_json("evaluations/third/result.json", {"version": 3})
         await holds(4)
         finish(store)
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 300)
 
     asyncio.run(scenario())
     assert engine.versions == [2, 3, 4]
@@ -286,7 +286,7 @@ def test_a_cancelled_agent_holds_its_mirror_until_its_thread_has_ended(tmp_path)
         def read(self, key):
             if key.endswith(".blob"):
                 self.reached.set()
-                assert self.let.wait(60)
+                assert self.let.wait(300)
             return super().read(key)
 
     publish(publisher(tiny.open_store(tmp_path.name)), 1)
@@ -296,7 +296,7 @@ def test_a_cancelled_agent_holds_its_mirror_until_its_thread_has_ended(tmp_path)
         task = asyncio.create_task(
             SyncAgent(store, tmp_path / "mirror", Engine(), "a", settings=QUICK).run()
         )
-        assert await asyncio.to_thread(store.reached.wait, 60)
+        assert await asyncio.to_thread(store.reached.wait, 300)
         for _ in range(2):  # as by a second signal
             task.cancel()
             await asyncio.sleep(0.05)

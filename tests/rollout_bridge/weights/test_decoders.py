@@ -36,7 +36,7 @@ def published(tmp_path_factory):
     trainer.take_over()
     for number in range(1, 7):
         trees.append(tiny.step(trees[-1], number, paths_changed=0.8))
-        trainer.publish(tiny.on_device(trees[-1]), step=number).result(60)
+        trainer.publish(tiny.on_device(trees[-1]), step=number).result(300)
     trainer.close()
     return store, trees
 

@@ -26,7 +26,7 @@ def store(tmp_path):
     trainer = tiny.publisher(store, full_every=3)
     trainer.take_over()
     for number in range(1, 9):
-        trainer.publish(tiny.on_device(TREES[number]), step=number).result(60)
+        trainer.publish(tiny.on_device(TREES[number]), step=number).result(300)
     trainer.close()
     store.put(f"{VERSIONS_PREFIX}00000008/000000/00000-00000.blob", b"left over")
     return store
@@ -120,7 +120,7 @@ def test_the_publishers_thread_removes_old_versions_and_counts_them(tmp_path):
     trainer = tiny.publisher(store, full_every=2, retention=Retention(versions=0, seconds=0.0, every=4))
     trainer.take_over()
     for number in range(1, 6):  # the removal after version 4 is over when version 5 is
-        trainer.publish(tiny.on_device(TREES[number]), step=number).result(60)
+        trainer.publish(tiny.on_device(TREES[number]), step=number).result(300)
     assert versions(store) == [3, 4, 5]
     assert (trainer.counters["removed"], trainer.counters["removal_failures"]) == (2, 0)
     trainer.close()

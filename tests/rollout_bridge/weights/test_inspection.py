@@ -20,7 +20,7 @@ def store(tmp_path):
     trainer = tiny.publisher(store, full_every=3)
     trainer.take_over()
     for number in range(1, 6):
-        trainer.publish(tiny.on_device(TREES[number]), step=10 * number).result(60)
+        trainer.publish(tiny.on_device(TREES[number]), step=10 * number).result(300)
     trainer.close()
     store.put_json(f"{ACKS_PREFIX}a.json", {"version": 3, "time": 90.0, "updates": 3, "pause_ms": [1.0, 3.0]})
     return store

@@ -26,7 +26,7 @@ def held(tmp_path_factory):
     trainer = tiny.publisher(store)
     trainer.take_over()
     tree = tiny.params(3)
-    trainer.publish(tiny.on_device(tree), step=11).result(60)
+    trainer.publish(tiny.on_device(tree), step=11).result(300)
     trainer.close()
     reader = tiny.subscriber(store, directory / "mirror")
     reader.advance()

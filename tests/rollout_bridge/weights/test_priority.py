@@ -37,7 +37,7 @@ def test_a_publication_computes_at_the_niceness_of_its_settings_and_writes_at_th
     trainer.take_over()
     tree = tiny.params()
     for number in (1, 2):
-        trainer.publish(tiny.on_device(tree), step=number).result(60)
+        trainer.publish(tiny.on_device(tree), step=number).result(300)
         tree = tiny.step(tree, number)
     assert trainer._writer.aside(niceness) == (max(17, niceness()) if LINUX else niceness())
     assert seen["write"] == {niceness()}
@@ -53,7 +53,7 @@ def test_processes_encode_what_threads_do(tmp_path):
         trainer.take_over()
         tree = tiny.params()
         for number in (1, 2):
-            stats = trainer.publish(tiny.on_device(tree), step=number).result(60).stats
+            stats = trainer.publish(tiny.on_device(tree), step=number).result(300).stats
             tree = tiny.step(tree, number)
         trainer.close()
         blobs = {key: store.read(key) for key in store.list("weights/versions/") if key.endswith(".blob")}

@@ -38,7 +38,7 @@ def together(url: str, first: int, last: int, *, refused: int = 0) -> list[dict]
         for process in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=240) for process in running]
+        outputs = [process.communicate(timeout=560) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -80,7 +80,7 @@ def test_a_process_that_cannot_write_is_named_and_the_head_stays(tmp_path):
     store = tiny.open_store(f"{tmp_path}/store")
     committer, other = together(store.url, 1, 2, refused=2)
     assert committer["kinds"] == other["kinds"] == ["full"]
-    assert "waited 4 s for the part of attempt 2-2 by process(es) [1]" in committer["error"]
+    assert "waited 20 s for the part of attempt 2-2 by process(es) [1]" in committer["error"]
     assert "no space left" in other["error"]
     latest = read_latest(store)
     assert latest is not None and latest.version == 1

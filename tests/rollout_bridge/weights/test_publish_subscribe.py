@@ -31,7 +31,7 @@ def test_every_version_of_a_chain_arrives_bit_for_bit(tmp_path):
     kinds = []
     for number in range(1, 8):
         tree = tiny.step(tree, number)
-        manifest = trainer.publish(tiny.on_device(tree), step=10 * number).result(60)
+        manifest = trainer.publish(tiny.on_device(tree), step=10 * number).result(300)
         assert (manifest.version, manifest.step) == (number, 10 * number)
         kinds.append(manifest.kind)
         update = reader.advance()
@@ -60,7 +60,7 @@ def test_a_chain_from_before_tensors_shared_blobs_is_read_and_goes_on(tmp_path, 
         with monkeypatch.context() as patch:
             if number < 4:
                 patch.setattr(encoder.delta, "together", lambda changes: [[n] for n in range(len(changes))])
-            manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+            manifest = trainer.publish(tiny.on_device(tree), step=number).result(300)
         pieces = [piece for entry in manifest.tensors.values() for piece in entry.blobs]
         members.append(sum(piece.member is not None for piece in pieces))
         places = {(piece.key, piece.offset) for piece in pieces}
@@ -101,7 +101,7 @@ def test_a_reader_takes_the_change_of_a_full_version_if_it_has_what_it_changes(t
     tree, seen = tiny.params(), []
     for number in range(1, 6):
         tree = tiny.step(tree, number, size=2e-5, paths_changed=0.5)
-        manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+        manifest = trainer.publish(tiny.on_device(tree), step=number).result(300)
         assert manifest.follows == (number == 4)
         update = following.advance()
         tiny.assert_holds(following, tree)
@@ -135,7 +135,7 @@ def test_a_newer_publication_takes_the_place_of_one_that_waits(tmp_path):
 
         def create(self, key, data):
             if key.endswith("manifest.json"):
-                assert self.gate.wait(60)
+                assert self.gate.wait(300)
             return super().create(key, data)
 
     tiny.open_store(tmp_path.name)
@@ -149,7 +149,7 @@ def test_a_newer_publication_takes_the_place_of_one_that_waits(tmp_path):
     )
     assert [flight.version, second.version, third.version, fourth.version] == [1, 2, 2, 2]
     store.gate.set()
-    assert fourth.result(60).version == 2 and fourth.result().step == 3
+    assert fourth.result(300).version == 2 and fourth.result().step == 3
     assert flight.result().stats.update_rms == 1.0 and fourth.result().stats.update_rms is None
     for overtaken, by in ((second, 2), (third, 3)):
         with pytest.raises(Overtaken, match=f"step {overtaken.step} gave way to step {by}"):
@@ -191,8 +191,8 @@ def test_eight_devices_publish_the_same_bits_and_digests_as_one(axis_type, tmp_p
     tree = tiny.params()
     for number in range(1, 4):
         tree = tiny.step(tree, number)
-        alone = one.publish(tiny.on_device(tree), step=number).result(60)
-        spread = eight.publish(sharded(tree, (2, 4), ("a", "b"), axis_type), step=number).result(60)
+        alone = one.publish(tiny.on_device(tree), step=number).result(300)
+        spread = eight.publish(sharded(tree, (2, 4), ("a", "b"), axis_type), step=number).result(300)
         assert {name: entry.digest for name, entry in alone.tensors.items()} == {
             name: entry.digest for name, entry in spread.tensors.items()
         }
@@ -238,7 +238,7 @@ def test_the_statistics_are_those_of_the_whole_arrays(tmp_path):
     trainer.take_over()
     before, after = tiny.params(), tiny.step(tiny.params(), 1)
     trainer.publish(tiny.on_device(before), step=1)
-    manifest = trainer.publish(tiny.on_device(after), step=2, update_rms=2e-4).result(60)
+    manifest = trainer.publish(tiny.on_device(after), step=2, update_rms=2e-4).result(300)
     trainer.close()
     run = trainer.run
     old, new = tiny.canonical(run, before), tiny.canonical(run, after)
@@ -269,7 +269,7 @@ def test_parameters_may_be_donated_as_soon_as_publish_returns(tmp_path):
     publication = trainer.publish(params, step=1)
     overwrite(params)
     assert all(leaf.is_deleted() for leaf in params.values())
-    publication.result(60)
+    publication.result(300)
     reader = tiny.subscriber(store, tmp_path / "mirror")
     reader.advance()
     tiny.assert_holds(reader, tree)
@@ -281,14 +281,14 @@ def test_weights_that_are_not_finite_are_refused_and_the_next_are_published(tmp_
     trainer = tiny.publisher(store)
     trainer.take_over()
     tree = tiny.params()
-    trainer.publish(tiny.on_device(tree), step=1).result(60)
+    trainer.publish(tiny.on_device(tree), step=1).result(300)
     bad = {path: array.copy() for path, array in tree.items()}
     bad["moe/mlp/experts/up_proj"][0, 2, 5, 7] = np.nan
     with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight: 1 weights"):
-        trainer.publish(tiny.on_device(bad), step=2).result(60)
+        trainer.publish(tiny.on_device(bad), step=2).result(300)
     assert trainer.head.version == 1
     good = tiny.step(tree, 3)
-    assert trainer.publish(tiny.on_device(good), step=3).result(60).version == 2
+    assert trainer.publish(tiny.on_device(good), step=3).result(300).version == 2
     reader = tiny.subscriber(store, tmp_path / "mirror")
     reader.advance()
     tiny.assert_holds(reader, good)
@@ -305,7 +305,7 @@ def test_an_error_nobody_waited_for_is_raised_by_the_next_publish(tmp_path):
         time.sleep(0.01)
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
         trainer.publish(tiny.on_device(tiny.params()), step=2)
-    assert trainer.publish(tiny.on_device(tiny.params()), step=3).result(60).version == 1
+    assert trainer.publish(tiny.on_device(tiny.params()), step=3).result(300).version == 1
     trainer.close()
 
 
@@ -331,7 +331,7 @@ def test_a_restart_on_another_mesh_goes_on_from_the_head(tmp_path):
     trees = [tiny.params()]
     for number in range(1, 4):
         trees.append(tiny.step(trees[-1], number))
-        trainer.publish(tiny.on_device(trees[number]), step=number).result(60)
+        trainer.publish(tiny.on_device(trees[number]), step=number).result(300)
     trainer.close()
     restarted = tiny.publisher(store)
     head = restarted.take_over()
@@ -341,7 +341,7 @@ def test_a_restart_on_another_mesh_goes_on_from_the_head(tmp_path):
     bfloat16 = {path: array.astype(jax.numpy.bfloat16) for path, array in tiny.on_device(trees[3]).items()}
     assert restarted.verify_head(bfloat16 | {CORRECTION: jax.numpy.asarray(trees[3][CORRECTION])})
     tree = tiny.step(trees[3], 4)
-    manifest = restarted.publish(sharded(tree, (2, 4), ("a", "b"), AxisType.Auto), step=4).result(60)
+    manifest = restarted.publish(sharded(tree, (2, 4), ("a", "b"), AxisType.Auto), step=4).result(300)
     assert manifest.kind is Kind.DELTA and manifest.stats.reference_bytes > 0
     assert (manifest.version, manifest.incarnation) == (4, 2)
     reader = tiny.subscriber(store, tmp_path / "mirror")
@@ -355,7 +355,7 @@ def test_two_processes_write_their_shards_and_one_commits(tmp_path):
     devices = jax.devices()
     pair = [
         tiny.publisher(
-            store, process=process, processes=2, timeout=60.0, devices=devices[4 * process : 4 * process + 4]
+            store, process=process, processes=2, timeout=300.0, devices=devices[4 * process : 4 * process + 4]
         )
         for process in range(2)
     ]
@@ -367,7 +367,7 @@ def test_two_processes_write_their_shards_and_one_commits(tmp_path):
         tree = tiny.step(tree, number)
         params = sharded(tree, (2, 4), ("a", "b"), AxisType.Auto)
         publications = [process.publish(params, step=number) for process in pair]
-        manifests = [publication.result(60) for publication in publications]
+        manifests = [publication.result(300) for publication in publications]
         assert manifests[0] == manifests[1]
         writers = {piece.key[:5] for entry in manifests[0].tensors.values() for piece in entry.blobs}
         assert writers == {"00000", "00001"}
@@ -382,13 +382,13 @@ def test_a_process_that_does_not_arrive_is_named(tmp_path):
     first = tiny.publisher(store, process=0, processes=2, timeout=0.2)
     first.take_over()
     with pytest.raises(StoreError, match=r"waited 0\.2 s for the part of attempt 1-1 by process\(es\) \[1\]"):
-        first.publish(tiny.on_device(tiny.params()), step=1).result(60)
+        first.publish(tiny.on_device(tiny.params()), step=1).result(300)
     with pytest.raises(RuntimeError, match="restart the trainer"):
         first.publish(tiny.on_device(tiny.params()), step=2)
     second = tiny.publisher(store, process=1, processes=2, timeout=0.2)
     second.join(first.head)
     with pytest.raises(StoreError, match=r"for the begin of attempt 5-1 by process\(es\) \[0\]"):
-        second.publish(tiny.on_device(tiny.params()), step=5).result(60)
+        second.publish(tiny.on_device(tiny.params()), step=5).result(300)
 
 
 def test_the_chain_is_cut_when_its_deltas_outgrow_a_full_version(tmp_path):
@@ -398,7 +398,7 @@ def test_the_chain_is_cut_when_its_deltas_outgrow_a_full_version(tmp_path):
     kinds, sizes = [], []
     for number in range(1, 9):
         tree = tiny.step(tree, number, size=1e-3)
-        manifest = trainer.publish(tiny.on_device(tree), step=number).result(60)
+        manifest = trainer.publish(tiny.on_device(tree), step=number).result(300)
         kinds.append(manifest.kind)
         sizes.append(manifest.stats.delta_bytes or manifest.stats.full_bytes)
     second = kinds.index(Kind.FULL, 1)

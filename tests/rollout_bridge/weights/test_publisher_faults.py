@@ -68,7 +68,7 @@ def test_a_failure_while_the_next_one_is_dispatched_is_not_lost(tmp_path, monkey
 
         def _call(self, verb, key, start):
             if self.fails:
-                assert self.let.wait(60)
+                assert self.let.wait(300)
                 raise StoreError("unreachable")
             return super()._call(verb, key, start)
 
