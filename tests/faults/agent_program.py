@@ -30,7 +30,7 @@ from rollout_bridge.weights.mirror import Mirror
 
 SERVER = Path(__file__).with_name("server.py")
 REAL = os.environ.get("SERVER") == "vllm"
-UPDATE_SECONDS = {False: 3.0, True: 30.0}  # by REAL: what an update may take before it is given up
+LIMIT = float(os.environ.get("LIMIT", "60"))  # seconds: of an update, or of an answer of the small server
 PATHS = {
     "idle": "/weight_info",
     "pause": "/pause",
@@ -43,7 +43,7 @@ PATHS = {
 
 
 def use_small_server() -> None:
-    """vLLM's place is taken by the small server, and nobody waits long for it."""
+    """vLLM's place is taken by the small server, which ends at once when it is asked to, or not at all."""
     start = asyncio.create_subprocess_exec
 
     async def small(program: str, *arguments: str, **options):
@@ -52,7 +52,7 @@ def use_small_server() -> None:
 
     vllm_server.asyncio.create_subprocess_exec = small
     vllm_server.STOP_SECONDS = 0.3
-    vllm_served.ANSWER_SECONDS = 2.0
+    vllm_served.ANSWER_SECONDS = LIMIT
 
 
 class Moments:
@@ -118,7 +118,7 @@ def strike(server: vllm_server.VllmServer, point: str) -> None:
 
 def watch_engine(served: vllm_served.ServedVllm, moments: Moments) -> None:
     engine = served._engine
-    engine._update_timeout = UPDATE_SECONDS[REAL]
+    engine._update_timeout = LIMIT
     call = engine._call
 
     async def watched_call(method, path, *args, **kwargs):
@@ -145,7 +145,7 @@ def main(url: str, directory: str, ports: str) -> None:
         vllm_served.ServedVllm(
             vllm_server.VllmServerSettings(
                 port=int(port),
-                startup_timeout=300.0 if REAL else 60.0,
+                startup_timeout=300.0,
                 max_model_len=2048,
                 max_num_seqs=16,
                 kv_cache_gib=0.25,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,17 +21,12 @@ from typing import Any
 from rollout_bridge.engines.protocol import Completion, EngineError, KvPolicy, Request
 from rollout_bridge.engines.vllm import VllmEngine
 from tests.faults.server import fingerprint
+from tests.ports import free_port, listens
 from tests.rollout_bridge.weights import tiny
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("agent_program.py")
-DEADLINE = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+DEADLINE = 200.0
 
 
 def until(what: str, condition: Callable[[], Any], *, deadline: float = DEADLINE) -> Any:
@@ -48,12 +42,14 @@ class Host:
     """Trainer in this process, agent and server in others, over a store on disk.
 
     server: which one, as agent_program.py knows them. deadline: seconds that anything may take. patience:
-        seconds that a client waits for an answer.
+        seconds that a client waits for an answer. limit: seconds after which the agent gives a server up; low
+        where servers hang, else no more than a guard.
     """
 
     server = "small"
     deadline = DEADLINE
-    patience = 2.0
+    patience = 20.0
+    limit = 60.0
 
     def __init__(
         self, directory: Path, *, kv_policy: KvPolicy = KvPolicy.KEEP, servers: int = 1, **publisher
@@ -70,6 +66,7 @@ class Host:
         self.tokens_of: dict[tuple[int, int], int] = {}  # by port and version
         self.wrong: list[str] = []
         self.refusals = 0
+        self._counting = threading.Lock()  # of what clients count
         self._kv_policy = self.client_policy = kv_policy
         self._stop = threading.Event()
 
@@ -94,17 +91,25 @@ class Host:
         # The oracle first: the server may have the version before `publish` returns.
         self.trees[number] = tree
         self.expected[number] = fingerprint(tiny.canonical(self.trainer.run, tree))
-        assert self.trainer.publish(tiny.on_device(tree), step=number).result(60).version == number
+        assert self.trainer.publish(tiny.on_device(tree), step=number).result(300).version == number
         return number
 
-    def arm(self, point: str, action: str, *, then: tuple[str, str] | None = None) -> None:
-        """The server does `action` when it comes to `point`; `then` is armed in the same moment."""
+    def arm(self, point: str, action: str, *then: tuple[str, str]) -> None:
+        """The server does `action` when it comes to `point`, and arms in the same moment what follows."""
+        armed = None
+        for place, what in reversed([(point, action), *then]):
+            armed = {"point": place, "action": what, "then": armed}
         temporary = self.fault.with_suffix(".tmp")
-        following = None if then is None else {"point": then[0], "action": then[1]}
-        temporary.write_text(json.dumps({"point": point, "action": action, "then": following}))
+        temporary.write_text(json.dumps(armed))
         os.replace(temporary, self.fault)
 
+    def let_go(self) -> None:
+        """What waits in the server goes on."""
+        self.fault.with_name(f"{self.fault.name}.go").touch()
+
     def start_agent(self, **environment: str) -> subprocess.Popen[bytes]:
+        """An agent with servers of its own: those of one that was killed end a moment after it."""
+        until("ports", lambda: not any(map(listens, self.ports)), deadline=self.deadline)
         ports = ",".join(map(str, self.ports))
         with (self.directory / "agent.log").open("ab") as log:
             self.agent = subprocess.Popen(
@@ -115,6 +120,7 @@ class Host:
                     "FAULT": str(self.fault),
                     "KV_POLICY": self._kv_policy.value,
                     "SERVER": self.server,
+                    "LIMIT": str(self.limit),
                     "OMP_NUM_THREADS": "1",
                 }
                 | environment,
@@ -180,7 +186,8 @@ class Host:
                 try:
                     (completion,) = await engine.generate([request])
                 except EngineError:  # no server, or not yet one with a version: refused, not wrong
-                    self.refusals += 1
+                    with self._counting:
+                        self.refusals += 1
                     await asyncio.sleep(0.05)
                     continue
                 self._judge(self._port(client), request, completion)
@@ -224,5 +231,6 @@ class Host:
             self._count(port, version, 1)
 
     def _count(self, port: int, version: int, tokens: int) -> None:
-        self.tokens[version] = self.tokens.get(version, 0) + tokens
-        self.tokens_of[port, version] = self.tokens_of.get((port, version), 0) + tokens
+        with self._counting:
+            self.tokens_of[port, version] = self.tokens_of.get((port, version), 0) + tokens
+            self.tokens[version] = self.tokens.get(version, 0) + tokens

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -57,21 +58,29 @@ def load(directory: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def take(path: Path, point: str) -> dict[str, Any] | None:
+    """The fault that is armed for `point`, if it is this process's: what follows is in its place then."""
+    if not path.exists():
+        return None
+    with path.with_suffix(".lock").open("a") as lock:  # several servers come to their points at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = json.loads(path.read_text()) if path.exists() else None
+        if wanted is None or wanted["point"] != point:
+            return None
+        if wanted["then"]:
+            following = path.with_suffix(".then")
+            following.write_text(json.dumps(wanted["then"]))
+            os.replace(following, path)
+        else:
+            path.unlink()
+        return wanted
+
+
 async def fault(point: str) -> None:
     """Does what $FAULT says for this point, once."""
     path = Path(os.environ["FAULT"])
-    if not path.exists():
-        return
-    wanted = json.loads(path.read_text())
-    if wanted["point"] != point:
-        return
-    if wanted.get("then"):
-        following = path.with_suffix(".then")
-        following.write_text(json.dumps(wanted["then"]))
-        os.replace(following, path)
-    else:
-        path.unlink()
-    match wanted["action"]:
+    wanted = take(path, point)
+    match wanted and wanted["action"]:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "freeze":

@@ -37,7 +37,7 @@ def test_one_stops_while_the_other_serves_and_one_that_was_away_comes_back_at_th
         assert (stop, go) == ("stop", "go") and one == other, "two servers were stopped at once"
 
     # The first dies in the update to 4 and starts from its files; 5 and 6 come while it does.
-    host.arm("update", "die", then=("load", "wait"))
+    host.arm("update", "die", ("load", "wait"))
     away, here = host.ports
     assert host.publish() == 4
     host.until_served(4)
@@ -46,7 +46,7 @@ def test_one_stops_while_the_other_serves_and_one_that_was_away_comes_back_at_th
         assert host.publish() == version
         host.until_served(version)
         assert host.tokens_of[here, version]
-    host.fault.with_name("fault.json.go").touch()
+    host.let_go()
     until("token", lambda: host.tokens_of.get((away, 6)))
     assert not any(host.tokens_of.get((away, version)) for version in (4, 5))
     assert host.ack()["errors"] >= 1

@@ -35,7 +35,7 @@ class VllmHost(Host):
 
     server = "vllm"
     deadline = 400.0
-    patience = 20.0
+    limit = 30.0
 
     def __init__(self, directory: Path) -> None:
         runs.create_or_join(Store.open(f"{directory}/store"), tiny_model.run_info())
