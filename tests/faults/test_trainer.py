@@ -54,7 +54,7 @@ def check(case: str, directory: Path, record, *, last: int) -> None:
     rule, expected = CASES[case]
     store = tiny.open_store(f"{directory}/store")
     killed = start(store.url, last, KILL_AT=rule)
-    _, errors = killed.communicate(timeout=180)
+    _, errors = killed.communicate(timeout=500)
     assert killed.returncode == -signal.SIGKILL, errors
     latest = read_latest(store)
     assert (latest.version if latest else 0) == expected
@@ -65,7 +65,7 @@ def check(case: str, directory: Path, record, *, last: int) -> None:
         tiny.assert_holds(reader, tree_of(expected))
 
     again = start(store.url, last)
-    output, errors = again.communicate(timeout=180)
+    output, errors = again.communicate(timeout=500)
     assert again.returncode == 0, errors
     seen = json.loads(output)
     assert seen["found"] == expected and seen["reproduced"] in ((True,) if expected else (None,))
@@ -96,12 +96,12 @@ def test_of_two_trainers_the_older_is_fenced_and_says_by_whom(tmp_path, record_p
     """The older one is held just before it moves the head; the newer one takes over; the older goes on."""
     store, hold = tiny.open_store(f"{tmp_path}/store"), tmp_path / "hold"
     older = start(store.url, 2, HOLD=str(hold))
-    until("move of the head", (tmp_path / "hold.reached").exists, deadline=180)
+    until("move of the head", (tmp_path / "hold.reached").exists, deadline=500)
     newer = start(store.url, 3)
-    output, errors = newer.communicate(timeout=180)
+    output, errors = newer.communicate(timeout=500)
     assert newer.returncode == 0, errors
     hold.touch()
-    _, errors = older.communicate(timeout=180)
+    _, errors = older.communicate(timeout=500)
     assert older.returncode == 1
     assert "incarnation 1 of this run is superseded by incarnation 2" in errors
     assert f"pid {newer.pid}" in errors

@@ -77,7 +77,7 @@ def main(url: str, last: int) -> None:
         if step == head.step:
             seen["reproduced"] = trainer.verify_head(params)
         else:
-            seen["published"].append(trainer.publish(params, step=step).result(60).version)
+            seen["published"].append(trainer.publish(params, step=step).result(300).version)
     trainer.close()
     removes = any(v % FULL_EVERY == 0 and v > FULL_EVERY for v in seen["published"])
     while removes and not trainer.counters["removed"]:
