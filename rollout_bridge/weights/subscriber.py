@@ -75,6 +75,7 @@ class Subscriber:
         self.fallbacks = 0  # times a full version was taken because the chain was broken
         self.setbacks = 0  # times an engine was given an older version because the newest was out of reach
         self.broken: dict[ManifestRef, str] = {}
+        self._untold: dict[str, dict[str, Any]] = {}  # records that the store has not taken yet
         self._attempts = attempts
         self._verify_bytes = verify_bytes
         self._workers = parallel.Workers(decoders or parallel.default_count())
@@ -139,6 +140,7 @@ class Subscriber:
         the store fails, `MirrorError` if the disk changed what was written to it.
         """
         _ = self.run
+        self._tell()
         failure: BrokenVersion | None = None
         for _ in range(_CACHED_MANIFESTS):
             latest = self.latest()
@@ -336,7 +338,17 @@ class Subscriber:
         logger.error("quarantined %s", error)
         record = {"agent": self.name, "what": error.what, "reason": error.reason, "time": time.time()}
         key = f"{QUARANTINE_PREFIX}{error.ref.version:08d}-{error.ref.incarnation:06d}.json"
-        self.store.create_json(key, record)
+        self._untold[key] = record
+        self._tell()
+
+    def _tell(self) -> None:
+        """Reports what is quarantined; what the store does not take, the next time."""
+        try:
+            for key, record in list(self._untold.items()):
+                self.store.create_json(key, record)
+                del self._untold[key]
+        except StoreError as error:
+            logger.warning("%d broken versions are not reported yet: %s", len(self._untold), error)
 
     def _update(self, changed: frozenset[str], verified: int) -> Update:
         state = self.mirror.view.state

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import chain, mirror
 from rollout_bridge.weights.manifest import LATEST_KEY, QUARANTINE_PREFIX, BrokenVersion, Kind
 from tests.rollout_bridge.weights import chains, tiny
@@ -65,6 +65,35 @@ def test_a_blob_that_is_wrong_once_is_fetched_again(tmp_path):
     assert reader.advance() is not None
     tiny.assert_holds(reader, chains.TREES[1])
     assert store.noise == 0 and not reader.broken and not store.list(QUARANTINE_PREFIX)
+
+
+def test_a_broken_version_is_reported_as_soon_as_the_store_takes_it(tmp_path):
+    """Else the trainer would never hear of it, and publish no full version to pass it by."""
+
+    class Refusing(Store):
+        fails = True
+
+        def create(self, key, data):
+            if self.fails and key.startswith(QUARANTINE_PREFIX):
+                self.fails = False
+                raise StoreError("no space left")
+            return super().create(key, data)
+
+    tiny.open_store(tmp_path.name)
+    store = Refusing.open(f"memory://{tmp_path.name}")
+    trainer = chains.chain_of(store, 2)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance(1)
+    chains.damage(store, 2, "missing blob")
+    for told in (False, True):
+        with pytest.raises(BrokenVersion, match="version 2"):
+            reader.advance()
+        assert bool(store.list(QUARANTINE_PREFIX)) == told
+    assert store.list(QUARANTINE_PREFIX) == [f"{QUARANTINE_PREFIX}00000002-000001.json"]
+    assert chains.publish(trainer, 3).kind is Kind.FULL
+    assert reader.advance() is not None
+    tiny.assert_holds(reader, chains.TREES[3])
+    trainer.close()
 
 
 def test_a_lying_digest_is_caught_before_the_mirror_moves(tmp_path):
