@@ -217,6 +217,8 @@ class Server:
 
 async def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its agent
+    if os.getppid() != int(os.environ["ROLLOUT_BRIDGE_PARENT"]):
+        return  # which has ended already
     parser = argparse.ArgumentParser()
     for name in ("model", "host", "port"):
         parser.add_argument(f"--{name}")
