@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
+from rollout_bridge.engines.protocol import EngineError, KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.engines.vllm_fleet import ServedFleet
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
@@ -25,6 +25,7 @@ from rollout_bridge.weights.materialize import EngineFormat
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+PORT_SECONDS = 30.0
 CPU_KV_CACHE_GIB = 1.0
 
 
@@ -87,8 +88,8 @@ async def _serve(settings: ServeSettings) -> None:
     gpus, multiplies_fp8 = _accelerators()
     servers = [server_settings(settings, gpus=gpus, number=number) for number in range(settings.servers)]
     settings.state_directory.mkdir(parents=True, exist_ok=True)
-    for server in servers:  # a taken port is found before anything is fetched
-        VllmServer(server, settings.state_directory / "vllm.log").check_port()
+    # A taken port is found before anything is fetched.
+    await free_ports([VllmServer(server, settings.state_directory / "vllm.log") for server in servers])
     store = await asyncio.to_thread(Store.open, settings.store)
     engine_format: EngineFormat = "fp8" if multiplies_fp8 else "bf16"
     if settings.engine_format != "auto":
@@ -115,6 +116,23 @@ async def _serve(settings: ServeSettings) -> None:
         raise ServeError(str(error)) from error
     finally:
         await engine.close()
+
+
+async def free_ports(servers: Sequence[VllmServer]) -> None:
+    """Returns once nobody listens on the ports of `servers`: one whose agent was killed takes a while to end.
+
+    Raises `EngineError` naming a port that is taken for `PORT_SECONDS`.
+    """
+    began = time.monotonic()
+    for server in servers:
+        while True:
+            try:
+                server.check_port()
+                break
+            except EngineError:
+                if time.monotonic() - began >= PORT_SECONDS:
+                    raise
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _engine(

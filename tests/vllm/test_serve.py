@@ -172,7 +172,10 @@ def test_a_server_follows_the_chain_survives_a_failed_update_and_ends_on_sigterm
             process.wait(DEADLINE)
 
 
-def test_a_busy_port_ends_serving_before_the_store_is_opened(tmp_path: Path) -> None:
+def test_a_busy_port_ends_serving_before_the_store_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PORT_SECONDS", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -184,6 +187,35 @@ def test_a_busy_port_ends_serving_before_the_store_is_opened(tmp_path: Path) -> 
         )
         with pytest.raises(EngineError, match=rf"port {settings.port} .*choose another port"):
             serve(settings)
+
+
+def test_a_port_that_a_server_of_before_still_has_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an agent that was killed: its server has been told to end, and does so a while later."""
+    monkeypatch.setattr(serving, "POLL_SECONDS", 0.01)
+    looks: list[VllmServer] = []
+    check = VllmServer.check_port
+
+    def looked(server: VllmServer) -> None:
+        looks.append(server)
+        check(server)
+
+    monkeypatch.setattr(VllmServer, "check_port", looked)
+
+    async def wait(other: socket.socket) -> None:
+        server = VllmServer(VllmServerSettings(port=other.getsockname()[1]), tmp_path / "log")
+        waiting = asyncio.create_task(serving.free_ports([server]))
+        while len(looks) < 3:
+            assert not waiting.done()
+            await asyncio.sleep(0.01)
+        other.close()
+        await waiting
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        asyncio.run(wait(other))
 
 
 def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) -> None:
