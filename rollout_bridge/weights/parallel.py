@@ -108,7 +108,12 @@ def result(pool: Executor, future: Future[_Result]) -> _Result:
 def _ended(pool: Executor, futures: list[Future[_Result]]) -> None:
     """Returns when all have. Raises `BrokenProcessPool` if the pool is broken and some never will."""
     while wait(futures, _LOOK_SECONDS).not_done:
-        pool.submit(os.getpid)  # a broken pool takes nothing
+        try:
+            pool.submit(os.getpid)
+        except BrokenProcessPool:
+            raise
+        except RuntimeError:  # it takes nothing new any more, and ends what it has
+            continue
 
 
 def each(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:

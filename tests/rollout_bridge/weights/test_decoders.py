@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -367,6 +368,16 @@ def test_what_a_broken_pool_has_forgotten_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(parallel, "_LOOK_SECONDS", 0.01)
     with pytest.raises(BrokenProcessPool):
         parallel.result(Broken(), Future())
+
+
+def test_what_a_pool_still_has_when_it_is_shut_down_is_waited_for(monkeypatch):
+    monkeypatch.setattr(parallel, "_LOOK_SECONDS", 0.01)
+    let = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(let.wait, 300)
+        pool.shutdown(wait=False)
+        threading.Timer(0.1, let.set).start()
+        assert parallel.result(pool, future)
 
 
 PROGRAM = """
