@@ -144,11 +144,18 @@ class Publications:
         return self.version
 
     def metrics(self) -> dict[str, float]:
-        """Version of the current weights, sizes of the version committed last, and counts so far."""
-        values = {"version": self.version, "incarnation": self.publisher.head.incarnation}
+        """Version of the current weights, counts so far, and sizes of the version committed last, if any."""
+        counters = self.publisher.counters
+        values = {
+            "version": self.version,
+            "incarnation": self.publisher.head.incarnation,
+            "versions_overtaken": counters["overtaken"],
+            "versions_removed": counters["removed"],
+            "removal_failures": counters["removal_failures"],
+        }
         if self.publisher.last is None:
             return values
-        stats, counters = self.publisher.last.stats, self.publisher.counters
+        stats = self.publisher.last.stats
         return values | {
             "delta_bytes": stats.delta_bytes or stats.full_bytes,
             "delta_reference_bytes": stats.reference_bytes,
@@ -156,9 +163,6 @@ class Publications:
             "changed_fraction": stats.changed_fraction,
             "manifest_bytes": counters["manifest_bytes"],
             "publish_milliseconds": counters["publish_milliseconds"],
-            "versions_overtaken": counters["overtaken"],
-            "versions_removed": counters["removed"],
-            "removal_failures": counters["removal_failures"],
         }
 
     def close(self) -> None:
