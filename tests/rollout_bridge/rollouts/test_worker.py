@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import uuid
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -40,16 +41,18 @@ SETTINGS = WorkerSettings(
     flush_seconds=0.0,
     poll_seconds=0.001,
     engine_timeout_seconds=0.0,
-    idle_timeout_seconds=60.0,
+    idle_timeout_seconds=600.0,
+    score_timeout_seconds=600.0,
 )
+PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
 
 
 def rows(store: Store):
     return [row for key in store.list("trajectories/") for row in read_segment(store, key)]
 
 
-async def until(condition, *, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+async def until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "the worker did not get there"
         await asyncio.sleep(0.002)
@@ -65,7 +68,7 @@ def work(store, engine, environment, tokenizer, done, *, options=SETTINGS, end=N
         waiter = asyncio.create_task(until(lambda: task.done() or done()))
         await waiter
         (end or stop.set)()
-        return await asyncio.wait_for(task, 30)
+        return await asyncio.wait_for(task, PATIENCE)
 
     return asyncio.run(main())
 
@@ -129,24 +132,58 @@ def test_sigterm_flushes_and_ends(store, engine, environment, tokenizer) -> None
         task = asyncio.create_task(worker.run())
         await until(lambda: task.done() or worker._buffer)
         os.kill(os.getpid(), signal.SIGTERM)
-        return await asyncio.wait_for(task, 30)
+        return await asyncio.wait_for(task, PATIENCE)
 
     report = asyncio.run(main())
     assert (report.groups, report.segments) == (1, 1) and len(rows(store)) == 4
 
 
+class Hang(threading.Event):
+    """Counts who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waiting.append(None)
+        return super().wait(timeout)
+
+
 def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(
-    store, engine, make_environment, tokenizer
+    store, engine, make_environment, tokenizer, monkeypatch
 ) -> None:
-    release = threading.Event()
-    environment = make_environment(hang=release, broken=frozenset({"t1"}))
+    """Time is up whenever every score that runs is one that hangs: a slow machine is no slow verifier."""
+    hang, limit = Hang(), 1234.0
+    environment = make_environment(hang=hang, broken=frozenset({"t1"}))
     grant(store, 3)
-    options = replace(SETTINGS, score_timeout_seconds=2.0)
+    options = replace(SETTINGS, score_timeout_seconds=limit)
     seeds = {(i, m): derive_seed(5, i, m, 0) for i in range(3) for m in range(4)}
+    timeout, running, done = asyncio.timeout, set(), written(store, 3)
+
+    @asynccontextmanager
+    async def until_time_is_up(seconds):
+        async with timeout(None if seconds == limit else seconds) as one:
+            if seconds == limit:
+                running.add(one)
+            try:
+                yield one
+            finally:
+                running.discard(one)
+                if seconds == limit and one.expired():
+                    hang.waiting.pop()
+
+    def time_is_up() -> bool:
+        if running and len(running) == len(hang.waiting):
+            for one in running:
+                one.reschedule(asyncio.get_running_loop().time())
+        return done()
+
+    monkeypatch.setattr(asyncio, "timeout", until_time_is_up)
     try:
-        work(store, engine, environment, tokenizer, written(store, 3), options=options)
+        work(store, engine, environment, tokenizer, time_is_up, options=options)
     finally:
-        release.set()
+        hang.set()
     statuses = {(row.prompt_index, row.member): row.status for row in rows(store)}
     # The policy puts "!" first, on which this verifier hangs, for seeds of the form 4n + 1 (two characters).
     hangs = {place for place, seed in seeds.items() if seed % 4 == 1 and place[0] != 1}
@@ -165,7 +202,7 @@ def test_a_score_that_came_in_time_counts_however_late_it_is_seen(environment) -
         await asyncio.sleep(0)
         for thread in threading.enumerate():
             if thread.name == "score-3":
-                thread.join(30)
+                thread.join(PATIENCE)
         time.sleep(0.06)
         return await scoring
 
@@ -190,7 +227,7 @@ def test_a_renewal_under_way_when_the_worker_ends_does_not_outlive_its_release(
 
         def held(claim):
             renewing.set()
-            assert let.wait(30)
+            assert let.wait(PATIENCE)
             try:
                 return renew(claim)
             finally:
@@ -198,12 +235,12 @@ def test_a_renewal_under_way_when_the_worker_ends_does_not_outlive_its_release(
 
         worker._book.renew = held
         task = asyncio.create_task(worker.run(stop))
-        assert await asyncio.to_thread(renewing.wait, 30)
+        assert await asyncio.to_thread(renewing.wait, PATIENCE)
         stop.set()
         await asyncio.sleep(0.1)
         let.set()
-        await asyncio.wait_for(task, 30)
-        assert renewed.wait(30)
+        await asyncio.wait_for(task, PATIENCE)
+        assert renewed.wait(PATIENCE)
         return ClaimBook(store, "x", count=4, lease_seconds=60, clock=standing).acquire()
 
     taken = asyncio.run(main())
@@ -221,16 +258,16 @@ def test_a_segment_under_way_when_the_worker_is_cancelled_is_not_written_again(
         append = worker._writer.append
 
         def held(rows):
-            assert not writing.is_set() or written_once.wait(30)  # a second call comes after the first
+            assert not writing.is_set() or written_once.wait(PATIENCE)  # a second call comes after the first
             writing.set()
-            assert let.wait(30)
+            assert let.wait(PATIENCE)
             key = append(rows)
             written_once.set()
             return key
 
         worker._writer.append = held
         task = asyncio.create_task(worker.run(asyncio.Event()))
-        assert await asyncio.to_thread(writing.wait, 30)
+        assert await asyncio.to_thread(writing.wait, PATIENCE)
         task.cancel()
         await asyncio.sleep(0.05)
         let.set()
@@ -302,7 +339,7 @@ def test_waits_end_with_a_name(store, make_engine, environment, tokenizer) -> No
         work(store, make_engine(), environment, tokenizer, never, options=options)
 
 
-def ask(store, name="e1", version=7, prompts=(1, 5), seconds=60.0) -> None:
+def ask(store, name="e1", version=7, prompts=(1, 5), seconds=3600.0) -> None:
     request = {"id": name, "version": version, "prompts": list(prompts), "purpose": "eval"}
     store.put_json(f"control/evaluations/{name}.json", {**request, "expires": time.time() + seconds})
 
