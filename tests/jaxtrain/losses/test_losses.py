@@ -150,10 +150,10 @@ def test_window_masks_tokens_and_weighs_the_rest_by_their_ratio():
     np.testing.assert_allclose(gradient, [-1.0, 3.0, 0.0, 0.0], rtol=1e-6)
 
 
-def test_the_window_is_open_at_both_ends():
-    behavior = jnp.zeros(2)
-    logprobs = jnp.log(jnp.array([2.0, 0.5]))
+@pytest.mark.parametrize(("low", "high", "inside"), [(0.5, 1.0, 1), (0.0, 1.0, 0), (0.5, 0.0, 0)])
+def test_the_window_is_open_at_both_ends(low, high, inside):
+    """r = 1, which every exponential function gives exactly: inside, at the lower end, at the upper end."""
     sums = double_sided_importance_sampling(
-        logprobs, behavior, jnp.ones(2), jnp.ones(2), eps_low=0.5, eps_high=1.0
+        jnp.zeros(1), jnp.zeros(1), jnp.ones(1), jnp.ones(1), eps_low=low, eps_high=high
     )
-    assert float(sums.inside) == 0
+    assert float(sums.inside) == inside
