@@ -47,7 +47,7 @@ def test_one_of_many_concurrent_creators_wins(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join()
     assert len(wins) == 1
     assert store.read("claim") == str(wins[0]).encode()
 

@@ -102,7 +102,7 @@ print([module for module in ("jax", "numpy", "transformers", "torch") if module 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert result.stdout.split() == ["0", "2", "[]"]

@@ -47,16 +47,16 @@ async def returning() -> None:
 
 def test_the_end_of_the_work_ends_the_service() -> None:
     ended: list[str] = []
-    asyncio.run(asyncio.wait_for(beside(returning(), forever(ended, "service")), 30))
+    asyncio.run(asyncio.wait_for(beside(returning(), forever(ended, "service")), 300))
     assert ended == ["service"]
 
 
 def test_an_error_of_either_ends_both() -> None:
     ended: list[str] = []
     with pytest.raises(ValueError, match="broken"):
-        asyncio.run(asyncio.wait_for(beside(forever(ended, "work"), failing()), 30))
+        asyncio.run(asyncio.wait_for(beside(forever(ended, "work"), failing()), 300))
     with pytest.raises(ValueError, match="broken"):
-        asyncio.run(asyncio.wait_for(beside(failing(), forever(ended, "service")), 30))
+        asyncio.run(asyncio.wait_for(beside(failing(), forever(ended, "service")), 300))
     assert ended == ["work", "service"]
 
 

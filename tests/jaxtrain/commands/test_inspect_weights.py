@@ -19,7 +19,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     tree = tiny.params()
     for number in (1, 2):
         tree = tiny.step(tree, number)
-        trainer.publish(tiny.on_device(tree), step=number).result(60)
+        trainer.publish(tiny.on_device(tree), step=number).result()
     trainer.close()
     return store.url
 

@@ -27,7 +27,7 @@ def _run(**environment: str) -> tuple[list[str], int]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     return out.splitlines(), process.pid
 

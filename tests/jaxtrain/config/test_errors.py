@@ -178,7 +178,7 @@ def test_checking_a_config_imports_no_accelerator_library(rl_yaml: Path) -> None
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert result.stdout.strip() == "[]"

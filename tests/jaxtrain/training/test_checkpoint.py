@@ -237,7 +237,7 @@ def test_killed_while_saving_leaves_the_checkpoint_before_it(tmp_path):
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
