@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.store import Store
 from rollout_bridge.weights.chain import read_latest
+from rollout_bridge.weights.manifest import Latest
 
 ROOT = Path(__file__).parents[3]
 RL_STEPS, WARM_STEPS, PROMPTS = 10, 4, 24
@@ -32,6 +34,7 @@ OVERRIDES = [
     "rl.batch={start_tokens: 1024, end_tokens: 2048, ramp_tokens: 4096}",
     "rollouts.segment_groups=2",
     "rollouts.flush_seconds=0.5",
+    "processes.stop_timeout_s=300",  # a process that is asked to stop does so, on whatever machine
 ]
 
 
@@ -58,10 +61,15 @@ class Ring:
         path = self.run_dir / FILENAME
         return read_metrics(path, phase="rl") if path.exists() else []
 
-    def published(self) -> int:
-        """Version of the head."""
+    def head(self) -> Latest | None:
+        """None before the first version."""
         latest = read_latest(Store.open(str(self.run_dir / "store"), probe=False))
-        return 0 if latest is None else latest.version
+        return None if latest is None or latest.manifest is None else latest
+
+    def checkpoint(self) -> int:
+        """Step that a start would restore; -1 if none."""
+        names = [path.name for path in (self.run_dir / "checkpoints").iterdir()]
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def overtaken(self) -> int:
         """Publications that gave way to a later one, over all starts of the trainer."""
@@ -82,9 +90,28 @@ class Ring:
             time.sleep(0.05)
 
     def kill(self, process: subprocess.Popen[str], name: str, *, when: Callable[[], bool]) -> str:
-        """`kill -9` of process `name` once `when` holds; what the command printed until it ended."""
-        self.wait(process, when)
-        os.kill(json.loads((self.run_dir / "processes.json").read_text())[name], signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
+        """`kill -9` of process `name` at a moment when `when` holds; what the command printed until it ended.
+
+        The process stands still while `when` is asked again, so that it cannot go on between look and kill.
+        """
+        while True:
+            self.wait(process, when)
+            victim = psutil.Process(json.loads((self.run_dir / "processes.json").read_text())[name])
+            victim.suspend()
+            self.wait(process, lambda pid=victim.pid: stands_still(pid))
+            if when():
+                break
+            victim.resume()
+        victim.kill()
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == 1, output
         return output
+
+
+def stands_still(pid: int) -> bool:
+    """Every thread of the process has stopped."""
+    try:
+        threads = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # one of them ended meanwhile
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in threads)

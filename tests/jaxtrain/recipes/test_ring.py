@@ -15,17 +15,26 @@ from rollout_bridge.weights.mirror_view import MirrorView
 from rollout_bridge.weights.run import load as load_run
 from tests.jaxtrain.recipes.ring import PROMPTS, RL_STEPS, WARM_STEPS, Ring
 
+pytestmark = pytest.mark.timeout(3600)  # three starts, on whatever machine
+
 
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
     ring = Ring(tmp_path_factory.mktemp("runs"))
-    # With the head at the newest checkpoint's step (the second of RL) or past it, so that a redo meets it.
-    said = ring.kill(ring.start(), "trainer", when=lambda: len(ring.rl_rows()) >= 2 and ring.published() >= 3)
+
+    def a_redo_meets_the_head() -> bool:
+        """The first steps of RL are published, and no checkpoint is past the head."""
+        if len(ring.rl_rows()) < 2:
+            return False
+        head = ring.head()
+        return head is not None and head.version >= 3 and head.step >= ring.checkpoint()
+
+    said = ring.kill(ring.start(), "trainer", when=a_redo_meets_the_head)
     assert "trainer: killed by SIGKILL" in said and "same command" in said
     said = ring.kill(ring.start(), "worker-0", when=lambda: len(ring.rl_rows()) >= 5)
     assert "worker-0: killed by SIGKILL" in said
     last = ring.start()
-    output, _ = last.communicate(timeout=240)
+    output, _ = last.communicate(timeout=900)
     assert last.returncode == 0, output
     return ring
 
@@ -108,6 +117,6 @@ def test_summary_has_both_evaluations_at_exact_versions(ring, store):
 def test_a_finished_run_is_not_started_again(ring):
     before = (ring.run_dir / "logs" / "trainer.log").stat().st_size
     process = ring.start()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 0 and "is finished" in output
     assert (ring.run_dir / "logs" / "trainer.log").stat().st_size == before
