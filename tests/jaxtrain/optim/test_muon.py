@@ -49,7 +49,7 @@ def test_grouping_changes_nothing():
     together, _ = directions_of(MuonConfig(), gradients)
     for path in gradients[0]:
         alone, _ = directions_of(MuonConfig(), [{path: g[path]} for g in gradients])
-        np.testing.assert_allclose(together[0][path], alone[0][path], atol=1e-6)
+        np.testing.assert_allclose(together[0][path], alone[0][path], atol=1e-5)
 
 
 def test_split_heads_orthogonalises_each_head_alone():

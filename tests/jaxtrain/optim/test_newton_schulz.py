@@ -36,7 +36,9 @@ def test_applies_the_polynomials_to_the_singular_values(algorithm, count, rows, 
     matrices = jax.random.normal(jax.random.key(0), (count, rows, columns)) * 1e-3
     polynomials = coefficients("standard", 5)
     found = jax.jit(lambda x: orthogonalize(x, polynomials, algorithm=algorithm))(matrices)
-    np.testing.assert_allclose(found, _oracle(matrices, polynomials), atol=2e-5)
+    # A Gram matrix has the condition number squared: what rounds there differs by CPU.
+    limit = {Algorithm.direct: 2e-5, Algorithm.gram: 2e-4}[algorithm]
+    np.testing.assert_allclose(found, _oracle(matrices, polynomials), atol=limit)
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -148,8 +150,9 @@ def test_bfloat16_iterates_in_bfloat16():
     matrices = jax.random.normal(jax.random.key(2), (2, 16, 24))
     found = orthogonalize(matrices, coefficients("standard", 5), dtype=jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
+    # Entries of about 0.2 after 15 products that round to 8 bits, by units that differ by CPU: 0.04 was seen.
     np.testing.assert_allclose(
-        found.astype(jnp.float32), _oracle(matrices, coefficients("standard", 5)), atol=0.05
+        found.astype(jnp.float32), _oracle(matrices, coefficients("standard", 5)), atol=0.12
     )
 
 
