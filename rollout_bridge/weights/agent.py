@@ -116,7 +116,7 @@ class SyncAgent:
             # Nothing that may be served: brought to date first, then given every tensor.
             update = await finished_in_thread(lambda: self._renewed(subscriber))
         else:
-            target = await finished_in_thread(lambda: self._target(served))
+            target = await finished_in_thread(lambda: self._target(subscriber, served))
             update = None
             if target is None or target > served:
                 update = await finished_in_thread(lambda: subscriber.advance(target))
@@ -131,7 +131,7 @@ class SyncAgent:
         """All of the newest version to be had: of what the mirror holds, while the store is out of reach."""
         held = subscriber.mirror.version
         try:
-            target = self._target(held)
+            target = self._target(subscriber, held)
         except StoreError:
             target = held
         return subscriber.renew(target)
@@ -149,11 +149,16 @@ class SyncAgent:
         self.verified_tensors += update.verified
         self._pauses.append(report.pause_ms)
 
-    def _target(self, served: int | None) -> int | None:
-        """The version to stop at: the lowest pinned one not passed yet; None is the head."""
+    def _target(self, subscriber: Subscriber, served: int | None) -> int | None:
+        """The version to stop at: the lowest pinned one not passed yet, else the head, None without one.
+
+        The head is read first: a version is pinned before the next one is published, so no pin that comes
+        while this looks is of a version before the head found here.
+        """
+        latest = subscriber.latest()
         pins = [pin.version for pin in active_pins(self.store, now=time.time())]
         ahead = [version for version in pins if served is None or version >= served]
-        return min(ahead, default=None)
+        return min(ahead, default=None if latest is None else latest.version)
 
     async def _finished(self, subscriber: Subscriber) -> bool:
         state = await finished_in_thread(lambda: self.store.read_json(STATE_KEY))

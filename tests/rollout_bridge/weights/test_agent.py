@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from rollout_bridge.control import EVALUATIONS_PREFIX
 from rollout_bridge.engines.protocol import EngineError, UpdateReport
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
@@ -227,6 +228,35 @@ def test_a_pin_holds_the_version_until_its_result_or_its_expiry(tmp_path):
 
     asyncio.run(scenario())
     assert engine.versions == [2, 3, 4]
+
+
+def test_a_version_pinned_while_the_agent_looks_is_not_passed(tmp_path):
+    """The trainer publishes, pins and publishes again between the agent's look at pins and its next."""
+    trainer = publisher(tiny.open_store(tmp_path.name))
+    publish(trainer, 1)
+    engine = Engine()
+    request = {"id": "e", "version": 2, "prompts": [0, 4], "purpose": "eval", "expires": time.time() + 3600}
+
+    class Slow(Store):
+        def list(self, prefix: str) -> list[str]:
+            found = super().list(prefix)
+            if prefix == EVALUATIONS_PREFIX and engine.versions == [1] and trainer.head.version == 1:
+                publish(trainer, 2)
+                self.put_json(f"{EVALUATIONS_PREFIX}e.json", request)
+                publish(trainer, 3)
+            return found
+
+    store = Slow.open(f"memory://{tmp_path.name}")
+
+    def goes_on(version):
+        if version == 2:
+            store.put_json("evaluations/e/result.json", {"version": 2})
+        if version == 3:
+            finish(store)
+
+    engine.on_update = goes_on
+    run(SyncAgent(store, tmp_path / "mirror", engine, "a", settings=QUICK))
+    assert engine.versions == [1, 2, 3]
 
 
 @pytest.mark.parametrize("moment", ["fetch", "journal", "apply", "update", "ack"])
