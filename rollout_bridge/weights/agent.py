@@ -116,10 +116,7 @@ class SyncAgent:
             # Nothing that may be served: brought to date first, then given every tensor.
             update = await finished_in_thread(lambda: self._renewed(subscriber))
         else:
-            target = await finished_in_thread(lambda: self._target(subscriber, served))
-            update = None
-            if target is None or target > served:
-                update = await finished_in_thread(lambda: subscriber.advance(target))
+            update = await finished_in_thread(lambda: subscriber.advance(self._target(subscriber, served)))
         if update is not None:
             await self._serve(update)
             await self._acknowledge(subscriber)
@@ -149,8 +146,8 @@ class SyncAgent:
         self.verified_tensors += update.verified
         self._pauses.append(report.pause_ms)
 
-    def _target(self, subscriber: Subscriber, served: int | None) -> int | None:
-        """The version to stop at: the lowest pinned one not passed yet, else the head, None without one.
+    def _target(self, subscriber: Subscriber, served: int | None) -> int:
+        """The version to stop at: the lowest pinned one not passed yet, else the head, 0 without one.
 
         The head is read first: a version is pinned before the next one is published, so no pin that comes
         while this looks is of a version before the head found here.
@@ -158,7 +155,7 @@ class SyncAgent:
         latest = subscriber.latest()
         pins = [pin.version for pin in active_pins(self.store, now=time.time())]
         ahead = [version for version in pins if served is None or version >= served]
-        return min(ahead, default=None if latest is None else latest.version)
+        return min(ahead, default=0 if latest is None else latest.version)
 
     async def _finished(self, subscriber: Subscriber) -> bool:
         state = await finished_in_thread(lambda: self.store.read_json(STATE_KEY))

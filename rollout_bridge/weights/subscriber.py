@@ -147,8 +147,7 @@ class Subscriber:
             if latest is None or latest.manifest is None:
                 return None
             target = latest.version if version is None else min(version, latest.version)
-            held = self.mirror.state
-            if held is not None and target <= held.ref.version:
+            if target <= (self.mirror.version or 0):  # the first version is 1
                 return None
             try:
                 return self._move(self._plan(latest, target))

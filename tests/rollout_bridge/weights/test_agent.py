@@ -14,7 +14,7 @@ from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain
 from rollout_bridge.weights.agent import AgentError, AgentSettings, SyncAgent
-from rollout_bridge.weights.manifest import ACKS_PREFIX
+from rollout_bridge.weights.manifest import ACKS_PREFIX, QUARANTINE_PREFIX
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
 from tests.rollout_bridge.weights import tiny
@@ -259,6 +259,36 @@ def test_a_version_pinned_while_the_agent_looks_is_not_passed(tmp_path):
     assert engine.versions == [1, 2, 3]
 
 
+def test_a_first_version_that_comes_while_the_agent_looks_is_served_and_not_quarantined(tmp_path):
+    """The head, read before, had none."""
+    trainer = publisher(tiny.open_store(tmp_path.name))
+    engine = Engine()
+
+    class Slow(Store):
+        def list(self, prefix: str) -> list[str]:
+            if prefix == EVALUATIONS_PREFIX and trainer.head.version == 0:
+                publish(trainer, 1)
+            return super().list(prefix)
+
+    store = Slow.open(f"memory://{tmp_path.name}")
+    engine.on_update = lambda _version: finish(store)
+    run(SyncAgent(store, tmp_path / "mirror", engine, "a", settings=QUICK))
+    assert engine.versions == [1]
+    assert not store.list(QUARANTINE_PREFIX) and ack(store)["errors"] == 0
+
+
+def test_an_engine_that_serves_the_same_version_of_another_run_is_given_this_runs(tmp_path):
+    """As a server that outlived its agent: with the mirror of the run before, at this one's version."""
+    engine = Engine()
+    for number in (1, 2):
+        store = tiny.open_store(f"{tmp_path.name}-{number}")
+        publish(publisher(store), number)
+        finish(store)
+        run(SyncAgent(store, tmp_path / "mirror", engine, "a", settings=QUICK))
+    assert engine.versions == [1, 1]
+    assert_serves(engine, store, TREES[2], tmp_path)
+
+
 @pytest.mark.parametrize("moment", ["fetch", "journal", "apply", "update", "ack"])
 def test_an_agent_killed_anywhere_is_started_again_and_serves_the_head(moment, tmp_path, monkeypatch):
     name = tmp_path.name
@@ -323,9 +353,8 @@ def test_a_cancelled_agent_holds_its_mirror_until_its_thread_has_ended(tmp_path)
     store = Held.open(f"memory://{tmp_path.name}")
 
     async def scenario():
-        task = asyncio.create_task(
-            SyncAgent(store, tmp_path / "mirror", Engine(), "a", settings=QUICK).run()
-        )
+        agent = SyncAgent(store, tmp_path / "mirror", Engine(), "a", settings=QUICK)
+        task = asyncio.create_task(agent.run())
         assert await asyncio.to_thread(store.reached.wait, 300)
         for _ in range(2):  # as by a second signal
             task.cancel()
