@@ -16,6 +16,7 @@ from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.store import Store
 from rollout_bridge.weights.chain import read_latest
 from rollout_bridge.weights.manifest import Latest
+from tests.running import stopped
 
 ROOT = Path(__file__).parents[3]
 RL_STEPS, WARM_STEPS, PROMPTS = 10, 4, 24
@@ -98,7 +99,7 @@ class Ring:
             self.wait(process, when)
             victim = psutil.Process(json.loads((self.run_dir / "processes.json").read_text())[name])
             victim.suspend()
-            self.wait(process, lambda pid=victim.pid: stands_still(pid))
+            self.wait(process, lambda pid=victim.pid: stopped(pid))
             if when():
                 break
             victim.resume()
@@ -106,12 +107,3 @@ class Ring:
         output, _ = process.communicate(timeout=900)
         assert process.returncode == 1, output
         return output
-
-
-def stands_still(pid: int) -> bool:
-    """Every thread of the process has stopped."""
-    try:
-        threads = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # one of them ended meanwhile
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in threads)
