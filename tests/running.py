@@ -31,4 +31,6 @@ def _group(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):  # it ended before it was opened, or before it was read
         return None
+    except PermissionError:  # /proc is mounted so that it shows the processes of others to nobody
+        return None
     return None if fields[0] in "ZX" else int(fields[2])
