@@ -15,8 +15,8 @@ import pytest
 from sharding import processes
 from sharding.errors import ProcessesError
 from sharding.mesh import MeshSpec
+from tests.ports import held_port
 from tests.sharding import training_program
-from tests.sharding.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("processes_program.py")

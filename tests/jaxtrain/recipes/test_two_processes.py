@@ -16,7 +16,7 @@ import pytest
 
 from jaxtrain.training.metrics import FILENAME, read_metrics
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
-from tests.sharding.ports import held_port
+from tests.ports import held_port
 
 pytestmark = pytest.mark.faults  # four starts of a trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout_bridge.weights.chain import read_latest
-from tests.ports import free_port
+from tests.ports import held_port
 from tests.rollout_bridge.weights import tiny
 from tests.rollout_bridge.weights.processes_program import tree_of
 
@@ -21,27 +21,28 @@ PROGRAM = Path(__file__).with_name("processes_program.py")
 
 def together(url: str, first: int, last: int, *, refused: int = 0) -> list[dict]:
     """What each of two processes printed."""
-    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
     }
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), address, str(process), url, *map(str, (first, last, refused))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in (0, 1)
-    ]
-    try:
-        outputs = [process.communicate(timeout=560) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    with held_port() as port:
+        command = [sys.executable, str(PROGRAM), f"127.0.0.1:{port}"]
+        running = [
+            subprocess.Popen(
+                [*command, str(process), url, *map(str, (first, last, refused))],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for process in (0, 1)
+        ]
+        try:
+            outputs = [process.communicate(timeout=560) for process in running]
+        finally:
+            for process in running:
+                process.kill()
     for output, errors in outputs:
         assert '{"' in output, errors
     return [json.loads(output[output.index('{"') :].splitlines()[0]) for output, _ in outputs]
