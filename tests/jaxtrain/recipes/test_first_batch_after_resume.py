@@ -33,7 +33,7 @@ from rollout_bridge.weights.subscriber import Subscriber
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
 from tests.served_oracle import ServedOracle, Weights
 
-pytestmark = [pytest.mark.usefixtures("one_device"), pytest.mark.timeout(3600)]  # on whatever machine
+pytestmark = [pytest.mark.usefixtures("one_device"), pytest.mark.timeout(1800)]  # on whatever machine
 STEPS = 2  # of RL before the resume; one after it
 LENGTH = 48
 TOLERANCE = 1e-4
