@@ -80,6 +80,21 @@ async def leave_session_open(engine: VllmEngine, version: int, mirror: Path) -> 
     await engine._call("POST", "/start_weight_update")
 
 
+async def keeps_cancellation(
+    task: asyncio.Task[Any], awaited: asyncio.Future[T], value: T, *, turns: int
+) -> bool:
+    """Whether a cancellation of `task` is not lost that comes `turns` turns of the loop after what it awaits.
+
+    Either it ends as cancelled, or it had ended before.
+    """
+    awaited.set_result(value)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    accepted = task.cancel()
+    await asyncio.wait([task])
+    return task.cancelled() or not accepted
+
+
 def server_settings(**changes: Any) -> VllmServerSettings:
     defaults: dict[str, Any] = {
         "port": free_port(),

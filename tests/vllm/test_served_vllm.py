@@ -18,6 +18,7 @@ from rollout_bridge.engines.vllm_server import VllmServerSettings
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.update import Update
 from tests.vllm import tiny_model
+from tests.vllm.conftest import keeps_cancellation
 
 T = TypeVar("T")
 
@@ -178,12 +179,7 @@ def test_a_cancellation_that_comes_with_an_answer_is_not_lost(host: Host, turns:
         host.client.version = version
         asked = asyncio.create_task(host.engine.version())
         await asyncio.sleep(0.01)
-        answer.set_result(4)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        accepted = asked.cancel()
-        await asyncio.wait([asked])
-        return asked.cancelled() or not accepted
+        return await keeps_cancellation(asked, answer, 4, turns=turns)
 
     assert wait(ask())
 

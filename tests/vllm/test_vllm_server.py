@@ -19,7 +19,7 @@ from rollout_bridge.engines.protocol import EngineError
 from rollout_bridge.engines.vllm_server import VllmServer
 from tests.ports import free_port
 from tests.running import group_runs, runs
-from tests.vllm.conftest import server_settings
+from tests.vllm.conftest import keeps_cancellation, server_settings
 
 
 def start(server: VllmServer, directory: Path) -> None:
@@ -134,12 +134,7 @@ def test_a_cancellation_that_comes_with_the_end_of_a_server_is_not_lost(
         while not signalled:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        ended.set_result(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        accepted = stopping.cancel()
-        await asyncio.wait([stopping])
-        return stopping.cancelled() or not accepted
+        return await keeps_cancellation(stopping, ended, 0, turns=turns)
 
     assert asyncio.run(stop())
 
