@@ -48,6 +48,7 @@ faults: $(DEV) $(VLLM)
 	$(BIN)/python -m pytest -p tests.faults.report -m faults $(ARGS)
 
 lint: $(DEV)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright

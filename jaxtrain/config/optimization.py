@@ -84,9 +84,7 @@ class Ramp(Section):
                 if getattr(self, name) is not None:
                     raise rejection(name, f"{getattr(self, name)} is not read beside steps; leave one out")
             if self.ramp_tokens:
-                raise rejection(
-                    "ramp_tokens", f"{self.ramp_tokens} is not read beside steps; leave one out"
-                )
+                raise rejection("ramp_tokens", f"{self.ramp_tokens} is not read beside steps; leave one out")
             return self
         for name, meaning in (("start_tokens", "first batch"), ("end_tokens", "last batch")):
             if getattr(self, name) is None:

@@ -30,9 +30,7 @@ def parse_tokens(text: str) -> int:
     """
     found = _TOKENS.fullmatch(text.strip())
     if found is None:
-        raise ValueError(
-            f"{text.strip()!r} is not a number of tokens; write digits, then K, M, B or T: 16M"
-        )
+        raise ValueError(f"{text.strip()!r} is not a number of tokens; write digits, then K, M, B or T: 16M")
     tokens = Decimal(found[1].replace("_", "")) * _SUFFIXES[found[2]]
     if tokens != int(tokens):
         raise ValueError(f"{text.strip()!r} is {tokens} tokens, not a whole number")

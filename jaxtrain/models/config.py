@@ -134,7 +134,11 @@ class ModelConfig:
                 found.append(line)
 
         positive = [
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
             "head_dim",
         ]
         if self.first_k_dense_replace:

@@ -134,9 +134,7 @@ class Decoder(nnx.Module):
             return hidden, (hidden, statistics(seen.routing, counted_BS, self.config))
 
         inputs = (tokens_nBS, counted_nBS)
-        _, (hidden_nBSD, router) = scan_layers(
-            self.mtp, body, hidden_BSD, inputs, remat=self.config.remat
-        )
+        _, (hidden_nBSD, router) = scan_layers(self.mtp, body, hidden_BSD, inputs, remat=self.config.remat)
         return hidden_nBSD, router
 
     def draft(

@@ -36,9 +36,7 @@ class MoE(nnx.Module):
             hidden = config.n_shared_experts * config.moe_intermediate_size
             self.shared = SwiGLU(rngs, layers, config.hidden_size, hidden, stddev=config.initializer_range)
 
-    def __call__(
-        self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None
-    ) -> tuple[jax.Array, Routing]:
+    def __call__(self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """[B, S, D], and the routing of N = B * S tokens; on a mesh its arrays keep [B, S] apart."""
         if self.mesh is not None:
             return self._on_mesh(x_BSD, replay_BSk, self.mesh)

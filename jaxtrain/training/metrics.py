@@ -53,9 +53,7 @@ class MetricsWriter:
     line at worst.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str] | None, *, restored_step: int | None = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None, *, restored_step: int | None = None) -> None:
         """Opens the files, creating the directory.
 
         Args:

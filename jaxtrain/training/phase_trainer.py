@@ -32,9 +32,7 @@ class PhaseTrainer:
     recompilations: int = 0
     steps: int = 0
 
-    def step(
-        self, state: TrainState, batch: Batch, values: ScheduledValues
-    ) -> tuple[TrainState, StepReport]:
+    def step(self, state: TrainState, batch: Batch, values: ScheduledValues) -> tuple[TrainState, StepReport]:
         """One optimizer step; the old state is donated.
 
         The report adds to the loss's values the scheduled ones, throughput (see there), recompilations.

@@ -148,9 +148,7 @@ def accumulate(
         expert_counts=sums.expert_counts + out.router.counts,
         metrics=jax.tree.map(jnp.add, sums.metrics, out.metrics),
         noise=None if sums.noise is None else noise_scale.add(sums.noise, gradients, out.weight),
-        max_logits=(
-            None if sums.max_logits is None else jnp.maximum(sums.max_logits, out.router.max_logits)
-        ),
+        max_logits=(None if sums.max_logits is None else jnp.maximum(sums.max_logits, out.router.max_logits)),
     )
 
 

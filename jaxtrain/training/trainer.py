@@ -190,9 +190,7 @@ def compile_programs(
     if definition.config.num_nextn_predict_layers:
         metric_names = (*metric_names, MTP_METRIC)
     measure_logits = definition.config.measure_max_logits
-    sums = sums_shardings(
-        placement, metric_names, measure_noise=measure_noise, measure_logits=measure_logits
-    )
+    sums = sums_shardings(placement, metric_names, measure_noise=measure_noise, measure_logits=measure_logits)
     params = abstract_state(definition, optimizer).params
     zero = jax.jit(
         lambda: zero_sums(definition, params, metric_names, measure_noise=measure_noise), out_shardings=sums

@@ -12,7 +12,6 @@ from rollout_bridge.store import Store, StoreError
 logger = logging.getLogger(__name__)
 
 
-
 @dataclass(frozen=True)
 class Pin:
     """Evaluation `id` wants `version` served until it has a result or `expires` (unix seconds) has passed."""
