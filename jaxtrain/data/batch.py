@@ -1,44 +1,94 @@
-"""Contract 5: the one batch all recipes train on, arrays [microbatch, row, sequence]."""
+"""A batch is a table of columns, arrays [microbatch, row, sequence, ...] (contract 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import numpy as np
 
+Values = np.ndarray | jax.Array
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Packed documents. Token t of a row predicts `targets[t]` with weight `loss_weights[t]`.
 
-    tokens, targets: int32. loss_weights: float32, 0 where nothing is learnt. segment_ids: int32, from 1 in
-    each row, 0 is padding. positions: int32 within the document.
-    Reinforcement learning adds, per target token, 0 (temperature: 1) where there is none:
-    behavior_logprobs, advantages, temperature: float32. versions: int32, -1 where not sampled.
-    routed_experts: int16, two axes more (MoE layer, k): experts that each input token is to keep where
-    plausible, -1 = the trainer's router chooses; None replays nothing.
+@dataclass(frozen=True)
+class Column:
+    """A column that a loss reads besides those that every batch has.
+
+    name: in the batch and in the documents. dtype: a numpy name. fill: where there is no document, and in
+    documents without the column. of: what a value belongs to: an "input" token, the "target" token that is
+    predicted, or the whole "document". shape: axes after the sequence.
     """
 
-    tokens: np.ndarray | jax.Array
-    targets: np.ndarray | jax.Array
-    loss_weights: np.ndarray | jax.Array
-    segment_ids: np.ndarray | jax.Array
-    positions: np.ndarray | jax.Array
-    behavior_logprobs: np.ndarray | jax.Array
-    advantages: np.ndarray | jax.Array
-    temperature: np.ndarray | jax.Array
-    versions: np.ndarray | jax.Array
-    routed_experts: np.ndarray | jax.Array | None = None
+    name: str
+    dtype: str
+    fill: float
+    of: Literal["input", "target", "document"]
+    shape: tuple[int, ...] = ()
+
+
+# Every batch has these. Token t of a row predicts `targets[t]` with weight `loss_weights[t]`, 0 where nothing
+# is learnt. segment_ids: from 1 in each row, 0 is padding. positions: within the document.
+STANDARD = {
+    "tokens": "int32",
+    "targets": "int32",
+    "loss_weights": "float32",
+    "segment_ids": "int32",
+    "positions": "int32",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents: the columns of `STANDARD` as attributes, and those that the loss declared by name."""
+
+    columns: dict[str, Values]
+
+    def __getitem__(self, name: str) -> Values:
+        return self.columns[name]
+
+    def get(self, name: str) -> Values | None:
+        """The column, None if no one declared it."""
+        return self.columns.get(name)
+
+    @property
+    def tokens(self) -> Values:
+        return self.columns["tokens"]
+
+    @property
+    def targets(self) -> Values:
+        return self.columns["targets"]
+
+    @property
+    def loss_weights(self) -> Values:
+        return self.columns["loss_weights"]
+
+    @property
+    def segment_ids(self) -> Values:
+        return self.columns["segment_ids"]
+
+    @property
+    def positions(self) -> Values:
+        return self.columns["positions"]
 
     def valid_tokens(self) -> int:
         """Tokens of documents, loss or not, padding left out; an exact count at any size."""
         return int(np.count_nonzero(self.segment_ids))
 
     def microbatches(self) -> Iterator[Batch]:
-        """Each microbatch alone, arrays [row, sequence]."""
+        """Each microbatch alone, arrays [row, sequence, ...]."""
         for index in range(self.tokens.shape[0]):
-            given = {f.name: getattr(self, f.name) for f in fields(self)}
-            yield Batch(**{name: None if value is None else value[index] for name, value in given.items()})
+            yield Batch({name: values[index] for name, values in self.columns.items()})
+
+
+def microbatch_shapes(
+    columns: tuple[Column, ...], *, rows: int, sequence_length: int
+) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every column of a microbatch [rows, sequence_length, ...]."""
+    shape = (rows, sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, dtype in STANDARD.items()} | {
+        column.name: jax.ShapeDtypeStruct((*shape, *column.shape), np.dtype(column.dtype))
+        for column in columns
+    }

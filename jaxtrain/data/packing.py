@@ -1,18 +1,18 @@
 """Best-fit packing of whole documents into fixed rows, and rows into microbatches.
 
 Pure and global: the same documents in the same order give the same batch in every process. Documents are
-never cut; one longer than a row is an error, since its source decides what to leave out.
+never cut. One longer than a row is an error: its source decides what to leave out.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import STANDARD, Batch, Column
 
 
 class PackingError(ValueError):
@@ -21,21 +21,16 @@ class PackingError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """T tokens. `loss_weights[t]` weighs the prediction *of* token t; so do the RL arrays.
+    """T tokens, at least one.
 
-    The first is never predicted.
-    tokens int32 [T], loss_weights float32 [T]; behavior_logprobs, versions [T] or None; routed_experts
-    int16 [T, MoE layers, k] or None: of each token as an input, -1 = unknown; advantage and
-    temperature of the whole document.
+    tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t, so that
+    of the first is never used. columns: by name, what a loss reads besides: [T, ...] for columns of inputs and
+    targets, indexed as `tokens`, or one number for the whole document.
     """
 
     tokens: np.ndarray
     loss_weights: np.ndarray
-    behavior_logprobs: np.ndarray | None = None
-    versions: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None
-    advantage: float = 0.0
-    temperature: float = 1.0
+    columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -61,45 +56,36 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack(
-    documents: Sequence[Document],
-    *,
-    rows: int,
-    sequence_length: int,
-    routed_experts: tuple[int, int] | None = None,
+    documents: Sequence[Document], *, rows: int, sequence_length: int, columns: Sequence[Column] = ()
 ) -> Batch:
     """Packs into as many microbatches of [rows, sequence_length] as needed, the last padded with empty rows.
 
-    routed_experts: (MoE layers, k) of the batch's array of that name, which it then has whatever the
-        documents have, so that one program takes every batch; None: the batch has one if a document has.
+    columns: that the batch has besides the standard ones; others of the documents are left out. A row holds
+    sequence_length predictions, so a document of T tokens takes T - 1 positions.
 
-    A row holds sequence_length predictions, so a document of T tokens takes T - 1 positions.
+    Raises `PackingError` for a document longer than a row, or a column of another shape than declared.
     """
     bins = best_fit([max(len(d.tokens) - 1, 1) for d in documents], sequence_length)
     microbatches = max(-(-len(bins) // rows), 1)
     shape = (microbatches * rows, sequence_length)
-    arrays = {
-        name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")
-    } | {name: np.zeros(shape, np.float32) for name in ("loss_weights", "behavior_logprobs", "advantages")}
-    arrays["temperature"] = np.ones(shape, np.float32)
-    arrays["versions"] = np.full(shape, -1, np.int32)
-    routed = {d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None}
-    routed |= {routed_experts} if routed_experts is not None else set()
-    if len(routed) > 1:
-        raise PackingError(
-            f"routed experts of documents have shapes [T, *] with {sorted(routed)}, expected one (layers, "
-            "k): they were sampled by different models"
-        )
-    for layers_and_k in routed:
-        arrays["routed_experts"] = np.full((*shape, *layers_and_k), -1, np.int16)
+    arrays = {name: np.zeros(shape, dtype) for name, dtype in STANDARD.items()}
+    for column in columns:
+        arrays[column.name] = np.full((*shape, *column.shape), column.fill, column.dtype)
     for row, members in enumerate(bins):
         start = 0
         for segment, index in enumerate(members, start=1):
-            start = _place(arrays, row, start, segment, documents[index])
-    split = {k: v.reshape(microbatches, rows, *v.shape[1:]) for k, v in arrays.items()}
-    return Batch(**split)
+            start = _place(arrays, row, start, segment, documents[index], columns)
+    return Batch({k: v.reshape(microbatches, rows, *v.shape[1:]) for k, v in arrays.items()})
 
 
-def _place(arrays: dict[str, np.ndarray], row: int, start: int, segment: int, document: Document) -> int:
+def _place(
+    arrays: dict[str, np.ndarray],
+    row: int,
+    start: int,
+    segment: int,
+    document: Document,
+    columns: Sequence[Column],
+) -> int:
     size = len(document.tokens) - 1
     if size < 1:
         return start
@@ -109,12 +95,21 @@ def _place(arrays: dict[str, np.ndarray], row: int, start: int, segment: int, do
     arrays["segment_ids"][at] = segment
     arrays["positions"][at] = np.arange(size)
     arrays["loss_weights"][at] = document.loss_weights[1:]
-    arrays["temperature"][at] = document.temperature
-    arrays["advantages"][at] = document.advantage
-    if document.behavior_logprobs is not None:
-        arrays["behavior_logprobs"][at] = document.behavior_logprobs[1:]
-    if document.versions is not None:
-        arrays["versions"][at] = document.versions[1:]
-    if document.routed_experts is not None:
-        arrays["routed_experts"][at] = document.routed_experts[:-1]
+    for column in columns:
+        if column.name in document.columns:
+            arrays[column.name][at] = _values(column, document)
     return start + size
+
+
+def _values(column: Column, document: Document) -> np.ndarray:
+    """One value a prediction, [T - 1, ...], or one for all of them."""
+    values, tokens = np.asarray(document.columns[column.name]), len(document.tokens)
+    if values.ndim == 0 and not column.shape:
+        return values
+    if column.of == "document" or values.shape != (tokens, *column.shape):
+        expected = "one number" if column.of == "document" else f"[{tokens}, {column.shape}]"
+        raise PackingError(
+            f"column {column.name} of a document of {tokens} tokens has shape {values.shape}, expected "
+            f"{expected}: the source and the loss that declares it disagree"
+        )
+    return values[:-1] if column.of == "input" else values[1:]

@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.losses.base import LossSums, Params
 from jaxtrain.losses.target_logprobs import target_nll
-from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.models.balance import RouterStatistics, joined
 from jaxtrain.models.definition import Definition
 
 
 @dataclass(frozen=True)
-class Further:
+class MtpTargets:
     """What each depth sees and predicts, [n, B, S].
 
     tokens: at depth k (from 1) and position i, the document's token i + k. targets: token i + k + 1.
@@ -30,12 +30,12 @@ class Further:
     segment_ids: jax.Array
 
 
-def further(batch: Batch, depths: int) -> Further:
+def mtp_targets(batch: Batch, depths: int) -> MtpTargets:
     """From a microbatch [B, S], whose `targets` are the tokens that follow."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights)
     segments = jnp.asarray(batch.segment_ids)
     alike = [segments == _shift(segments, k) for k in range(1, depths + 1)]
-    return Further(
+    return MtpTargets(
         tokens=jnp.stack([_shift(targets, k - 1) for k in range(1, depths + 1)]),
         targets=jnp.stack([_shift(targets, k) for k in range(1, depths + 1)]),
         weights=jnp.stack([_shift(weights, k) * alike[k - 1] for k in range(1, depths + 1)]),
@@ -52,14 +52,14 @@ class DraftLoss:
 
 
 def draft_loss(
-    definition: Definition, params: Mapping[str, jax.Array], hidden_BSD: jax.Array, batch: Batch
+    definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch
 ) -> DraftLoss:
     """Negative log-likelihood of the tokens further ahead, given the decoder's final hidden states.
 
     Its denominator is the batch's token weight, as the main loss's is, though each depth predicts a token
     less of each document (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
     """
-    ahead = further(batch, definition.config.num_nextn_predict_layers)
+    ahead = mtp_targets(batch, definition.config.num_nextn_predict_layers)
     out_nBSD, router = definition.bind(params).predict_further(
         hidden_BSD,
         ahead.tokens,
@@ -69,6 +69,21 @@ def draft_loss(
     )
     found = target_nll(definition, params, out_nBSD, ahead.targets, ahead.weights)
     return DraftLoss(found.loss / ahead.tokens.shape[0], router)
+
+
+def with_drafts(
+    sums: LossSums, definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch
+) -> LossSums:
+    """The same sums with the loss of MTP layers and its metric `mtp_loss`, where the model has such layers."""
+    if not definition.config.num_nextn_predict_layers:
+        return sums
+    draft = draft_loss(definition, params, hidden_BSD, batch)
+    return replace(
+        sums,
+        mtp=draft.loss,
+        router=joined(sums.router, draft.router),
+        metrics={**sums.metrics, "mtp_loss": draft.loss},
+    )
 
 
 def _shift(x_BS: jax.Array, by: int) -> jax.Array:

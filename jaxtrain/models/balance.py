@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.router import Routing, expert_counts
+from jaxtrain.models.router import Routing, correction_bias_update, expert_counts
+
+# Buffers that balance the routers, in the order of the rows of expert counts.
+CORRECTION_BIASES = ("moe/mlp/router/correction_bias", "mtp/layer/mlp/router/correction_bias")
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +79,28 @@ def joined(first: RouterStatistics, second: RouterStatistics) -> RouterStatistic
         counts=jnp.concatenate([first.counts, second.counts]),
         balance=jnp.concatenate([first.balance, second.balance]),
     )
+
+
+def balanced_buffers(
+    buffers: Mapping[str, jax.Array], counts_LE: jax.Array, *, rate: jax.Array
+) -> dict[str, jax.Array]:
+    """The buffers after one step: correction biases move by the sign of the whole batch's load.
+
+    counts_LE: summed over the batch, rows of the body's routers first, then those of the MTP layers.
+    """
+    moved, first = dict(buffers), 0
+    for path in CORRECTION_BIASES:
+        if path in buffers:
+            rows = counts_LE[first : first + buffers[path].shape[0]]
+            moved[path] = buffers[path] + correction_bias_update(rows, rate=rate)
+            first += rows.shape[0]
+    return moved
+
+
+def load_violations(counts_LE: jax.Array) -> jax.Array:
+    """Largest expert load over the mean load of each layer, minus 1; float32 [L]."""
+    load_LE = counts_LE / jnp.maximum(counts_LE.mean(-1, keepdims=True), 1e-20)
+    return jnp.max(load_LE, axis=-1, initial=1.0) - 1.0
 
 
 def without_routers(segment_ids_BS: jax.Array, *, with_experts: bool) -> RouterStatistics:

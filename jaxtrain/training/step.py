@@ -6,7 +6,7 @@ are unnormalised float32: the step divides once by the whole batch's token weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -15,36 +15,14 @@ import numpy as np
 import optax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.balance import RouterStatistics
+from jaxtrain.losses.base import Loss, LossSums
+from jaxtrain.models.balance import balanced_buffers, load_violations
 from jaxtrain.models.definition import Definition
-from jaxtrain.models.router import correction_bias_update
 from jaxtrain.optim import noise_scale
 from jaxtrain.optim.qk_clip import QkClip
+from jaxtrain.training.state import Arrays, TrainState
 
-Arrays = dict[str, jax.Array]
 Scalar = jax.Array | np.float32
-# Buffers that balance the routers, in the order of the rows of expert counts.
-CORRECTION_BIASES = ("moe/mlp/router/correction_bias", "mtp/layer/mlp/router/correction_bias")
-MTP_METRIC = "mtp_loss"  # what a loss function calls the MTP layers' loss among its metrics
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over the tokens of a microbatch.
-
-    `loss` is differentiated; `metrics` are sums with weight `weight`. mtp: loss of the multi-token prediction
-    layers, a sum that `LossScales.mtp` multiplies; None without such layers.
-    """
-
-    loss: jax.Array
-    weight: jax.Array
-    metrics: Arrays
-    router: RouterStatistics
-    mtp: jax.Array | None = None
-
-
-LossFunction = Callable[[Definition, Mapping[str, jax.Array], Batch], LossSums]
 
 
 @jax.tree_util.register_dataclass
@@ -66,16 +44,6 @@ class Sums:
     metrics: Arrays
     noise: noise_scale.NoiseSums | None = None
     max_logits: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """params: trained float32 masters by path; buffers: without gradient; optimizer: its state."""
-
-    params: Arrays
-    buffers: Arrays
-    optimizer: optax.OptState
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +93,7 @@ class StepMetrics:
 
 def accumulate(
     definition: Definition,
-    loss_function: LossFunction,
+    loss: Loss,
     state: TrainState,
     sums: Sums,
     microbatch: Batch,
@@ -134,7 +102,7 @@ def accumulate(
     """Adds one microbatch [row, sequence]."""
 
     def objective(params: Arrays) -> tuple[jax.Array, LossSums]:
-        out = loss_function(definition, {**params, **state.buffers}, microbatch)
+        out = loss(definition, {**params, **state.frozen, **state.buffers}, microbatch)
         total = out.loss + scales.balance * out.router.balance.sum()
         return total if out.mtp is None else total + scales.mtp * out.mtp, out
 
@@ -154,7 +122,7 @@ def accumulate(
 
 def zero_sums(
     definition: Definition,
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, jax.ShapeDtypeStruct],
     metric_names: tuple[str, ...],
     *,
     measure_noise: bool = False,
@@ -207,31 +175,23 @@ def apply(
         params = qk_clip.apply(params, sums.max_logits)
     changed = TrainState(
         params=params,
-        buffers=_balance(state.buffers, sums.expert_counts, jnp.asarray(inputs.router_bias_rate)),
+        frozen=state.frozen,
+        buffers=balanced_buffers(
+            state.buffers, sums.expert_counts, rate=jnp.asarray(inputs.router_bias_rate)
+        ),
         optimizer=optimizer_state,
     )
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
     size = sum(value.size for value in state.params.values())
-    load = sums.expert_counts / jnp.maximum(sums.expert_counts.mean(-1, keepdims=True), 1e-20)
+    violations = load_violations(sums.expert_counts)
     return kept, StepMetrics(
         loss=sums.loss / weight,
         balance_loss=sums.balance / jnp.maximum(sums.tokens, 1.0),
         gradient_norm=norm,
         update_rms=jnp.where(finite, optax.tree.norm(steps) / size**0.5, 0.0),
         weight=sums.weight,
-        load_violation=jnp.max(load, initial=1.0) - 1.0,
-        load_violations=jnp.max(load, axis=-1, initial=1.0) - 1.0,
+        load_violation=jnp.max(violations, initial=0.0),
+        load_violations=violations,
         finite=finite,
         max_logit=None if sums.max_logits is None else sums.max_logits.max(),
     )
-
-
-def _balance(buffers: Arrays, counts_LE: jax.Array, rate: jax.Array) -> Arrays:
-    """The routers' correction biases move by the sign of the whole batch's load, after all sums are in."""
-    moved, first = dict(buffers), 0
-    for path in CORRECTION_BIASES:
-        if path in buffers:
-            rows = counts_LE[first : first + buffers[path].shape[0]]
-            moved[path] = buffers[path] + correction_bias_update(rows, rate=rate)
-            first += rows.shape[0]
-    return moved

@@ -1,4 +1,4 @@
-"""A model placed on a mesh, with the compiled programs that train it and the checkpoint that holds it."""
+"""The compiled programs of a loss, and one optimizer step with them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from functools import partial
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.definition import Definition, initialize
-from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
+from jaxtrain.losses.base import Loss
+from jaxtrain.models.definition import Definition
 from jaxtrain.optim.noise_scale import NoiseSums, estimate
 from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.compilations import compilations
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.state import StatePlacement, TrainState
 from jaxtrain.training.step import (
-    MTP_METRIC,
-    LossFunction,
     LossScales,
     StepInputs,
     StepMetrics,
     Sums,
-    TrainState,
     accumulate,
     apply,
     zero_sums,
 )
-from sharding.tree import shard, shardings_like
+from sharding.tree import shard
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,6 @@ class Programs:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where everything lives on the mesh."""
-
-    mesh: Mesh
-    state: TrainState  # of NamedSharding
-    rows: NamedSharding
-    replicated: NamedSharding
-
-
-@dataclass(frozen=True)
 class StepReport:
     """One step as numbers on the host.
 
@@ -72,63 +61,8 @@ class StepReport:
     compilations: int
 
 
-def abstract_state(definition: Definition, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes of the training state; allocates nothing."""
-    params = {p: s for p, s in definition.shapes.items() if p not in definition.buffers}
-    return TrainState(
-        params=params,
-        buffers={p: definition.shapes[p] for p in definition.buffers},
-        optimizer=jax.eval_shape(optimizer.init, params),
-    )
-
-
-def place(definition: Definition, optimizer: optax.GradientTransformation, mesh: Mesh) -> Placement:
-    """Shardings of state and batch. Raises `sharding.ShardingError` before anything is allocated."""
-    parameters = parameter_shardings(definition, mesh)
-    abstract = abstract_state(definition, optimizer)
-    params = {path: parameters[path] for path in abstract.params}
-    return Placement(
-        mesh=mesh,
-        state=TrainState(
-            params=params,
-            buffers={path: parameters[path] for path in abstract.buffers},
-            optimizer=shardings_like(abstract.optimizer, abstract.params, params, mesh),
-        ),
-        rows=row_sharding(mesh),
-        replicated=NamedSharding(mesh, PartitionSpec()),
-    )
-
-
-def sharded_shapes(definition: Definition, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Trained parameters as shapes that carry their shardings, as the optimizer's layout needs them."""
-    shardings = parameter_shardings(definition, mesh)
-    return {
-        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shardings[path])
-        for path, shape in definition.shapes.items()
-        if path not in definition.buffers
-    }
-
-
-def initial_state(
-    definition: Definition, optimizer: optax.GradientTransformation, placement: Placement, *, seed: int
-) -> TrainState:
-    """Random parameters and empty optimizer state, each created on its own shard."""
-    shardings = {**placement.state.params, **placement.state.buffers}
-    return state_of(initialize(definition.config, seed=seed, shardings=shardings), optimizer, placement)
-
-
-def state_of(
-    values: Mapping[str, jax.Array], optimizer: optax.GradientTransformation, placement: Placement
-) -> TrainState:
-    """Given parameters and buffers by path, on their shards, with empty optimizer state."""
-    params = {path: values[path] for path in placement.state.params}
-    optimizer_state = jax.jit(optimizer.init, out_shardings=placement.state.optimizer)(params)
-    buffers = {path: values[path] for path in placement.state.buffers}
-    return TrainState(params=params, buffers=buffers, optimizer=optimizer_state)
-
-
 def sums_shardings(
-    placement: Placement,
+    placement: StatePlacement,
     metric_names: tuple[str, ...],
     *,
     measure_noise: bool = False,
@@ -151,7 +85,7 @@ def sums_shardings(
 
 def compile_apply(
     optimizer: optax.GradientTransformation,
-    placement: Placement,
+    placement: StatePlacement,
     *,
     clip_norm: float,
     qk_clip: QkClip | None = None,
@@ -174,29 +108,34 @@ def compile_apply(
 
 def compile_programs(
     definition: Definition,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
+    placement: StatePlacement,
+    abstract: TrainState,
     *,
-    loss_function: LossFunction,
-    metric_names: tuple[str, ...],
+    loss: Loss,
+    microbatch: Mapping[str, jax.ShapeDtypeStruct],
     step: Callable[[TrainState, Sums, StepInputs], tuple[TrainState, StepMetrics]],
     measure_noise: bool = False,
 ) -> Programs:
     """Jitted programs of one loss; each compiles once, whatever the batch size becomes.
 
-    step: `compile_apply`'s. measure_noise: report `noise_signal` and `noise_trace` with each step, for one
-    more pass over the gradients a microbatch.
+    abstract: shapes of the state. microbatch: of a microbatch's columns. step: `compile_apply`'s.
+    measure_noise: report `noise_signal` and `noise_trace` with each step, for one more pass over the
+    gradients a microbatch.
     """
-    if definition.config.num_nextn_predict_layers:
-        metric_names = (*metric_names, MTP_METRIC)
-    measure_logits = definition.config.measure_max_logits
-    sums = sums_shardings(placement, metric_names, measure_noise=measure_noise, measure_logits=measure_logits)
-    params = abstract_state(definition, optimizer).params
+    placed = definition.on(placement.mesh) if isinstance(placement.mesh, Mesh) else definition
+    found = jax.eval_shape(partial(loss, placed), abstract.model, Batch(dict(microbatch)))
+    sums = sums_shardings(
+        placement,
+        tuple(found.metrics),
+        measure_noise=measure_noise,
+        measure_logits=definition.config.measure_max_logits,
+    )
     zero = jax.jit(
-        lambda: zero_sums(definition, params, metric_names, measure_noise=measure_noise), out_shardings=sums
+        partial(zero_sums, definition, abstract.params, tuple(found.metrics), measure_noise=measure_noise),
+        out_shardings=sums,
     )
     add = jax.jit(
-        partial(accumulate, definition.on(placement.mesh), loss_function),
+        partial(accumulate, placed, loss),
         donate_argnums=1,
         in_shardings=(placement.state, sums, placement.rows, placement.replicated),
         out_shardings=sums,
@@ -206,14 +145,10 @@ def compile_programs(
 
 def train_step(
     programs: Programs,
-    placement: Placement,
+    placement: StatePlacement,
     state: TrainState,
     batch: Batch,
-    *,
-    learning_rate: float,
-    router_bias_rate: float,
-    balance_weight: float,
-    mtp_weight: float = 0.0,
+    values: ScheduledValues,
 ) -> tuple[TrainState, StepReport]:
     """One optimizer step on a whole batch; the old state is donated.
 
@@ -222,14 +157,15 @@ def train_step(
     started, compiled = time.perf_counter(), compilations()
     tokens = batch.valid_tokens()
     scales = LossScales(
-        balance=np.float32(balance_weight * float(np.sum(batch.loss_weights)) / max(tokens, 1)),
-        mtp=np.float32(mtp_weight),
+        balance=np.float32(values.balance_weight * float(np.sum(batch.loss_weights)) / max(tokens, 1)),
+        mtp=np.float32(values.mtp_weight),
     )
     sums = programs.zero()
     for microbatch in batch.microbatches():
         sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scales)
     inputs = StepInputs(
-        learning_rate=np.float32(learning_rate), router_bias_rate=np.float32(router_bias_rate)
+        learning_rate=np.float32(values.learning_rate),
+        router_bias_rate=np.float32(values.router_bias_rate),
     )
     state, metrics = programs.apply(state, replace(sums, metrics={}, noise=None), inputs)
     values, finite = host_values(metrics, sums, tokens=tokens)

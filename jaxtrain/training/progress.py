@@ -1,0 +1,53 @@
+"""Where a run is: the JSON item of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseProgress:
+    """steps: optimizer steps done. tokens: valid tokens trained on, which the phase's schedules are functions
+    of. source: state of the data after them, JSON; empty before the first step.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """step: optimizer steps of all phases. nonfinite: steps skipped. phases: by name, those that began."""
+
+    step: int = 0
+    nonfinite: int = 0
+    phases: Mapping[str, PhaseProgress] = field(default_factory=dict)
+
+    @property
+    def tokens_seen(self) -> int:
+        return sum(phase.tokens for phase in self.phases.values())
+
+    def of(self, phase: str) -> PhaseProgress:
+        return self.phases.get(phase, PhaseProgress())
+
+    def stepped(self, phase: str, *, tokens: int, source: Mapping[str, Any], finite: bool) -> Progress:
+        """After one more step of `phase` on `tokens` valid tokens."""
+        before = self.of(phase)
+        after = PhaseProgress(steps=before.steps + 1, tokens=before.tokens + tokens, source=source)
+        return replace(
+            self,
+            step=self.step + 1,
+            nonfinite=self.nonfinite + (not finite),
+            phases={**self.phases, phase: after},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Progress:
+        phases = {name: PhaseProgress(**record) for name, record in value["phases"].items()}
+        return cls(step=value["step"], nonfinite=value["nonfinite"], phases=phases)

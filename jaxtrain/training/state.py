@@ -1,0 +1,116 @@
+"""The training state: a partition of all parameters into trained, frozen, and buffers.
+
+Only trained parameters have gradients, sums and optimizer state. A frozen parameter may be a part of the
+model, or a further model under a prefix of its own (a reference, a teacher): losses get all of them in one
+mapping from path to array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.models.definition import Definition
+from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
+from sharding.tree import shardings_like
+
+Arrays = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """params: trained float32 masters by path. frozen: parameters that no step changes. buffers: without
+    gradient, changed by rules of their own. optimizer: the state of the trained.
+    """
+
+    params: Arrays
+    frozen: Arrays
+    buffers: Arrays
+    optimizer: optax.OptState
+
+    @property
+    def model(self) -> Arrays:
+        """Every array by path, as losses and the publisher take them."""
+        return {**self.params, **self.frozen, **self.buffers}
+
+
+@dataclass(frozen=True)
+class StatePlacement:
+    """Where everything lives on the mesh; `state` holds a NamedSharding for each array."""
+
+    mesh: Mesh | AbstractMesh
+    state: TrainState
+    rows: NamedSharding
+    replicated: NamedSharding
+
+
+def abstract_state(
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    *,
+    frozen: frozenset[str] = frozenset(),
+) -> TrainState:
+    """Shapes of the state; allocates nothing. frozen: paths of the model that are not trained."""
+    shapes = definition.shapes
+    params = {path: s for path, s in shapes.items() if path not in definition.buffers | frozen}
+    return TrainState(
+        params=params,
+        frozen={path: shapes[path] for path in sorted(frozen)},
+        buffers={path: shapes[path] for path in definition.buffers},
+        optimizer=jax.eval_shape(optimizer.init, params),
+    )
+
+
+def place(
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    *,
+    frozen: frozenset[str] = frozenset(),
+) -> StatePlacement:
+    """Shardings of state and batch. Raises `sharding.ShardingError` before anything is allocated."""
+    where = parameter_shardings(definition, mesh)
+    abstract = abstract_state(definition, optimizer, frozen=frozen)
+    params, kept, buffers = (
+        {path: where[path] for path in part} for part in (abstract.params, abstract.frozen, abstract.buffers)
+    )
+    return StatePlacement(
+        mesh=mesh,
+        state=TrainState(
+            params=params,
+            frozen=kept,
+            buffers=buffers,
+            optimizer=shardings_like(abstract.optimizer, abstract.params, params, mesh),
+        ),
+        rows=row_sharding(mesh),
+        replicated=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def state_of(
+    values: Mapping[str, jax.Array], optimizer: optax.GradientTransformation, placement: StatePlacement
+) -> TrainState:
+    """The state of given parameters and buffers by path, on their shards, with empty optimizer state."""
+    where = placement.state
+    params = {path: values[path] for path in where.params}
+    return TrainState(
+        params=params,
+        frozen={path: values[path] for path in where.frozen},
+        buffers={path: values[path] for path in where.buffers},
+        optimizer=jax.jit(optimizer.init, out_shardings=where.optimizer)(params),
+    )
+
+
+def sharded_shapes(definition: Definition, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Parameters as shapes that carry their shardings, as the optimizer's layout needs them."""
+    where = parameter_shardings(definition, mesh)
+    return {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where[path])
+        for path, shape in definition.shapes.items()
+        if path not in definition.buffers
+    }
