@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxtrain.commands.common import ConfigPath, Name, Overrides, load_async, log_to_stderr, naming
-from jaxtrain.commands.lifetime import follow_parent
+from rollout_bridge.lifetime import follow_parent
 
 
 def rollout(

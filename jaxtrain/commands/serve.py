@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from jaxtrain.commands.common import ConfigPath, Name, Overrides, fail, load_async, log_to_stderr, naming
-from jaxtrain.commands.lifetime import follow_parent
+from rollout_bridge.lifetime import follow_parent
 
 
 def serve(config: ConfigPath, name: Name = None, overrides: Overrides = None) -> None:

@@ -18,7 +18,7 @@ from jaxtrain.commands.common import (
     log_to_stderr,
     naming,
 )
-from jaxtrain.commands.lifetime import follow_parent
+from rollout_bridge.lifetime import follow_parent
 
 
 def train(

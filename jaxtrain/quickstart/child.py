@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from rollout_bridge import lifetime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Child:
     def reap(self) -> None:
         """SIGKILL whatever is left of the process and those it started, then collect its exit status.
 
-        Until collected its id cannot be given to another process, so nobody else's group is hit.
+        Until collected its id cannot be given to another process, so the signal reaches no other group.
         """
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -77,13 +76,9 @@ def start(spec: ChildSpec, *, logs: Path) -> Child:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{spec.name}.log"
     parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True) if os.uname().sysname == "Linux" else None
 
     def before_exec() -> None:
-        if libc is not None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # died between fork and prctl
-            os.kill(os.getpid(), signal.SIGKILL)
+        lifetime.end_with_parent(parent)
         if spec.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, spec.cores)
 

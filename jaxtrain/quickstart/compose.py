@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from jaxtrain.commands.lifetime import GRACE, PARENT
 from jaxtrain.config.resume import SAVED
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import ChildSpec
 from jaxtrain.quickstart.placement import available_cores, split, thread_environment
+from rollout_bridge.lifetime import GRACE, PARENT
 
 
 def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:

@@ -13,7 +13,6 @@ acknowledged.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from rollout_bridge.engines import vllm_fleet, vllm_served, vllm_server
 from rollout_bridge.engines.protocol import KvPolicy, UpdateMode
+from rollout_bridge.lifetime import end_with_parent
 from rollout_bridge.store import Store
 from rollout_bridge.weights import journal
 from rollout_bridge.weights.agent import AgentSettings, SyncAgent
@@ -133,7 +133,7 @@ def watch_engine(served: vllm_served.ServedVllm, moments: Moments) -> None:
 
 
 def main(url: str, directory: str, ports: str) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the tests
+    end_with_parent(os.getppid(), by=signal.SIGKILL)
     logging.basicConfig(level=logging.INFO)
     if not REAL:
         use_small_server()

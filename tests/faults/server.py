@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import fcntl
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from rollout_bridge.lifetime import end_with_parent
 from rollout_bridge.quantization.digest import digest
 from rollout_bridge.vllm_plugin.units import unit_of, whole_units
 from rollout_bridge.weights.mirror_view import MirrorView
@@ -216,9 +216,7 @@ class Server:
 
 
 async def main() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its agent
-    if os.getppid() != int(os.environ["ROLLOUT_BRIDGE_PARENT"]):
-        return  # which has ended already
+    end_with_parent(int(os.environ["ROLLOUT_BRIDGE_PARENT"]), by=signal.SIGKILL)
     parser = argparse.ArgumentParser()
     for name in ("model", "host", "port"):
         parser.add_argument(f"--{name}")

@@ -1,0 +1,104 @@
+"""Waiting ends with what was looked for, or in time with a message that names it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from rollout_bridge.waiting import looks, looks_async, wait_for, wait_for_async
+
+
+class Clock:
+    """Time that passes only in `sleep`. `slept`: the pauses so far."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def answers(*values: object) -> Iterator[object]:
+    return iter(values)
+
+
+def test_the_first_answer_that_is_not_none_is_returned_falsy_ones_too(clock: Clock) -> None:
+    found = answers(None, None, 0, 1)
+    value = wait_for(
+        lambda: next(found), "it", timeout=9, poll=2, error=OSError, clock=clock, sleep=clock.sleep
+    )
+    assert value == 0
+    assert clock.slept == [2, 2]
+
+
+def test_after_the_timeout_the_error_says_how_long_and_what(clock: Clock) -> None:
+    seen: list[float] = []
+    with pytest.raises(OSError, match=r"^waited 5 s for 4 files in here: look at the writer$"):
+        wait_for(
+            lambda: seen.append(clock()),
+            lambda: f"{len(seen)} files in here: look at the writer",
+            timeout=5,
+            poll=2,
+            error=OSError,
+            clock=clock,
+            sleep=clock.sleep,
+        )
+    assert seen == [100, 102, 104, 106]  # the last look comes after the timeout
+
+
+def test_without_time_there_is_one_look(clock: Clock) -> None:
+    assert len(list(looks(0, 1, clock=clock, sleep=clock.sleep))) == 1
+    assert clock.slept == []
+
+
+def test_pauses_double_up_to_the_slowest(clock: Clock) -> None:
+    list(looks(20, 1, slowest=5, clock=clock, sleep=clock.sleep))
+    assert clock.slept == [1, 2, 4, 5, 5, 5]
+
+
+def test_what_is_called_between_looks_can_stop_the_wait(clock: Clock) -> None:
+    def stop() -> None:
+        if clock() > 103:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for(
+            lambda: None,
+            "it",
+            timeout=60,
+            poll=2,
+            error=OSError,
+            between=stop,
+            clock=clock,
+            sleep=clock.sleep,
+        )
+    assert clock.slept == [2, 2]
+
+
+def test_a_coroutine_waits_in_the_same_way() -> None:
+    async def run() -> tuple[object, int]:
+        found = answers(None, None, "here")
+
+        async def look() -> object:
+            return next(found)
+
+        async def nothing() -> None:
+            return None
+
+        value = await wait_for_async(look, "it", timeout=60, poll=0, error=OSError)
+        with pytest.raises(OSError, match="^waited 0 s for it$"):
+            await wait_for_async(nothing, "it", timeout=0, poll=0, error=OSError)
+        return value, len([None async for _ in looks_async(0, 1)])
+
+    assert asyncio.run(run()) == ("here", 1)
