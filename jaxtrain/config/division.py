@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.config.model import MeshSection, ModelSection
-from jaxtrain.config.optimization import BatchSection, Stage
+from jaxtrain.config.optimization import BatchSection, StageSection
 
 ROW_AXES = ("data", "fsdp", "expert")
 
@@ -18,7 +18,7 @@ def known_sizes(mesh: MeshSection) -> dict[str, int]:
 
 
 def undivided(
-    model: ModelSection, microbatches: Mapping[str, BatchSection | Stage], sizes: Mapping[str, int]
+    model: ModelSection, microbatches: Mapping[str, BatchSection | StageSection], sizes: Mapping[str, int]
 ) -> list[tuple[str, str]]:
     """(field, problem with its remedy) of everything that cannot be cut evenly.
 

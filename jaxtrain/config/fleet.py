@@ -13,6 +13,7 @@ from jaxtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Reference,
     Scalar,
     Section,
     setting,
@@ -119,9 +120,19 @@ class TrajectorySection(Section):
         4, "bins drawn from evenly, oldest first, so long ones are not starved"
     )
     min_valid_fraction: Fraction = setting(
-        0.5, "share of usable members that saves a group; exactly this share does"
+        0.5, "share of usable members that saves a group"
     )
-    drop_no_signal: bool = setting(True, "a group whose rewards are all equal has no gradient")
+    boundary: Literal["inclusive", "exclusive"] = setting(
+        "inclusive", "whether exactly min_valid_fraction saves a group; the sources differ"
+    )
+    filters: list[Reference] = setting(
+        [Reference(name="no_signal")],
+        "rules that drop members of groups, besides those of this section",
+        reference="filter",
+    )
+    plans_ahead: Annotated[int, Field(ge=0, le=1)] = setting(
+        1, "1 plans a step while the one before it computes; 0 waits for the newest version", resumable=True
+    )
     wait_timeout_s: PositiveFloat = setting(
         900.0, "how long a step waits for trajectories, a server's start included", resumable=True
     )

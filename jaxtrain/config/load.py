@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from jaxtrain.config.checkpoint import of_a_fleet
 from jaxtrain.config.errors import ConfigError, dotted, explain
-from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, Config, SftConfig
+from jaxtrain.config.schema import RECIPES, ExperimentConfig
+from rollout_bridge.references import UnknownReference, resolve, search_path
 
 COMMAND_LINE = "command line"
 SAVED = "config.yaml"  # of a run, in its directory
@@ -57,7 +58,7 @@ _Loader.add_implicit_resolver(
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, reader: Reader = Reader.TRAINER
-) -> Config:
+) -> ExperimentConfig:
     """Read, override and check an experiment.
 
     overrides: `dotted.field=value`, the value in YAML (`rl.steps=30`, `store=null`); the last one wins.
@@ -74,6 +75,9 @@ def load_config(
     def origin(field: tuple[str | int, ...]) -> str:
         return COMMAND_LINE if any(field[: len(given)] == given for given in touched) else str(path)
 
+    if _names_module(values):
+        values.setdefault("modules", str(Path(path).parent.absolute()))
+        search_path(Path(str(values["modules"])))
     if reader is Reader.FLEET:
         values = of_a_fleet(values)
     return _validate(values, origin, weights_known=reader is Reader.SAVED or _remember(values))
@@ -97,22 +101,42 @@ def _remember(values: dict[str, Any]) -> bool:
     return True
 
 
-def _validate(values: dict[str, Any], origin: Any, *, weights_known: bool) -> Config:
-    recipe = values.get("recipe")
-    if recipe not in RECIPES:
-        problem = "missing" if recipe is None else f"{recipe!r} is not a recipe"
-        raise ConfigError([f"{origin(('recipe',))}: recipe: {problem}; one of {', '.join(RECIPES)}"])
-    model = RECIPES[recipe]
+def _validate(values: dict[str, Any], origin: Any, *, weights_known: bool) -> ExperimentConfig:
+    model = _recipe(values.get("recipe"), origin)
     try:
-        config = model.model_validate(values, context={"weights_known": weights_known})
+        return model.model_validate(values, context={"weights_known": weights_known})
     except ValidationError as error:
         problems = [
             f"{origin(field)}: {dotted(field)}: {message}"
             for field, message in explain(error, model, others=RECIPES)
         ]
         raise ConfigError(problems) from None
-    assert isinstance(config, AsyncGrpoConfig | SftConfig)
-    return config
+
+
+def _recipe(name: Any, origin: Any) -> type[ExperimentConfig]:
+    """The class that `recipe` names."""
+    where = f"{origin(('recipe',))}: recipe: "
+    if not isinstance(name, str):
+        problem = "missing" if name is None else f"{name!r} is not text"
+        raise ConfigError([f"{where}{problem}; one of {', '.join(RECIPES)}, or module:Name of your own"])
+    builtin = {known: f"{kind.__module__}:{kind.__name__}" for known, kind in RECIPES.items()}
+    try:
+        found = resolve(name, group="jaxtrain.recipes", builtin=builtin, kind="recipe")
+    except UnknownReference as error:
+        raise ConfigError([f"{where}{error}"]) from error
+    if not (isinstance(found, type) and issubclass(found, ExperimentConfig)):
+        raise ConfigError([f"{where}{name!r} is {found!r}, not a subclass of ExperimentConfig"])
+    return found
+
+
+_MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _names_module(value: Any) -> bool:
+    """Whether some text in it is `module:Name`."""
+    if isinstance(value, dict | list):
+        return any(map(_names_module, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and _MODULE_NAME.fullmatch(value) is not None
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

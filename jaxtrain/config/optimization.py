@@ -11,8 +11,9 @@ from jaxtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Scalar,
+    Reference,
     Section,
+    named,
     rejection,
     required,
     section,
@@ -175,7 +176,7 @@ class OptimizerSection(Section):
     )
 
 
-class Phase(Section):
+class PhaseSection(Section):
     """What supervised and reinforcement phases share."""
 
     steps: NonNegativeInt = Field(
@@ -201,7 +202,7 @@ class Phase(Section):
     )
 
 
-class Stage(Section):
+class StageSection(Section):
     """Shape of a microbatch and RoPE base from a number of tokens on. Each stage compiles its programs."""
 
     tokens: Tokens = required("tokens seen in the phase when the stage begins; 0 for the first")
@@ -210,13 +211,16 @@ class Stage(Section):
     rope_theta: PositiveFloat | None = setting(None, "base of the rotary embedding; None is the model's")
 
 
-class SupervisedPhase(Phase):
-    """Next-token prediction on worked answers; prompt tokens carry no loss."""
+class SupervisedSection(PhaseSection):
+    """Steps on documents; the loss counts where they say so."""
 
-    task_options: dict[str, Scalar | list[Scalar]] | None = setting(
-        None, "options of the task that answers are worked for; None takes environment.options"
+    loss: Annotated[Reference, named("next_token")] = setting(
+        Reference(name="next_token"), "what is minimised", reference="loss"
     )
-    stages: list[Stage] = setting(
+    source: Annotated[Reference, named("worked_answers")] = setting(
+        Reference(name="worked_answers"), "where documents come from", reference="source"
+    )
+    stages: list[StageSection] = setting(
         [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"
     )
 
@@ -231,17 +235,16 @@ class SupervisedPhase(Phase):
         return self
 
 
-class RlPhase(Phase):
-    """GRPO-style steps: group-mean baseline, no KL, a double-sided window on the importance ratio.
+class RlSection(PhaseSection):
+    """Policy-gradient steps on what the fleet has sent; GRPO without KL by default."""
 
-    A token whose ratio r = pi / behavior is outside (1 - eps_low, 1 + eps_high) leaves the gradient.
-    """
-
-    eps_low: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.5, "with eps_high 1: the window is (1/2, 2), symmetric in log-probability"
+    loss: Annotated[Reference, named("double_sided")] = setting(
+        Reference(name="double_sided"), "what is minimised: needs no pass of an old policy", reference="loss"
     )
-    eps_high: PositiveFloat = setting(
-        1.0, "with eps_low 0.5: the window is (1/2, 2), symmetric in log-probability"
+    advantage: Annotated[Reference, named("group_mean")] = setting(
+        Reference(name="group_mean"),
+        "what an answer is worth beside those to the same prompt",
+        reference="advantage",
     )
 
 

@@ -10,10 +10,10 @@ import yaml
 
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
 from jaxtrain.config.load import SAVED, Reader, load_config
-from jaxtrain.config.schema import Config, as_plain
+from jaxtrain.config.schema import ExperimentConfig, as_plain
 
 
-def check_run(config: Config) -> None:
+def check_run(config: ExperimentConfig) -> None:
     """Raises `ConfigError` naming every field that differs from the saved config, resumable ones aside."""
     run_dir = config.run_dir
     saved_path = run_dir / SAVED
@@ -32,7 +32,7 @@ def check_run(config: Config) -> None:
             )
 
 
-def claim_run(config: Config) -> Path:
+def claim_run(config: ExperimentConfig) -> Path:
     """Make runs/<name>/ this config's and return it; resumable fields take their new values.
 
     Raises `ConfigError` as `check_run` does.
@@ -47,7 +47,7 @@ def claim_run(config: Config) -> Path:
     return run_dir
 
 
-def differences(saved: Config, given: Config) -> list[tuple[str, Any, Any]]:
+def differences(saved: Config, given: ExperimentConfig) -> list[tuple[str, Any, Any]]:
     """(field, saved value, given value) of each field that differs and must not."""
     if type(saved) is not type(given):
         return [("recipe", saved.recipe, given.recipe)]

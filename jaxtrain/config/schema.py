@@ -1,7 +1,8 @@
-"""An experiment, typed. `recipe` decides which sections exist; each recipe has what it reads, no more.
+"""An experiment, typed. `recipe` names its class, and each recipe has the sections it reads, no more.
 
     AsyncGrpoConfig   warm start on worked answers, then asynchronous RL against a rollout fleet
-    SftConfig         supervised training on worked answers
+    SftConfig         supervised training
+    module:Name       a subclass of `ExperimentConfig` in the user's own file
 
 Sections live beside this file: `model`, `optimization`, `fleet`. Nothing here imports jax or transformers,
 so a config is checked in well under a second.
@@ -10,7 +11,7 @@ so a config is checked in well under a second.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -31,24 +32,34 @@ from jaxtrain.config.optimization import (
     EvaluationSection,
     FailureSection,
     OptimizerSection,
-    RlPhase,
-    Stage,
-    SupervisedPhase,
+    RlSection,
+    StageSection,
+    SupervisedSection,
 )
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class ExperimentConfig(Section):
-    """What every recipe reads."""
+    """What every recipe reads. A recipe is a subclass with its sections, and a function that trains.
 
+    program: `module:function` of that function, called with the config and the run's directory.
+    """
+
+    program: ClassVar[str]
+
+    recipe: str = required("which algorithm")
+    modules: str | None = setting(
+        None,
+        "directory of the modules that `module:Name` values name; None is that of the config file",
+        resumable=True,
+    )
     name: RunName = setting("run", "the run's directory under runs_dir")
     seed: NonNegativeInt = setting(0, "of initialisation, data order and sampling")
     runs_dir: str = setting("runs", "where runs live, relative to the working directory", resumable=True)
     model: ModelSection = required("architecture and numerics")
     mesh: MeshSection = section(MeshSection, "devices")
     tokenizer: TokenizerSection = section(TokenizerSection, "text to ids")
-    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
     optimizer: OptimizerSection = section(OptimizerSection, "Muon and AdamW")
     batch: BatchSection = required("shape of one microbatch")
     checkpoint: CheckpointSection = section(CheckpointSection, "restart points")
@@ -60,7 +71,7 @@ class ExperimentConfig(Section):
         return Path(self.runs_dir).absolute() / self.name
 
     @property
-    def microbatches(self) -> dict[str, BatchSection | Stage]:
+    def microbatches(self) -> dict[str, BatchSection | StageSection]:
         """Every shape of a microbatch that the recipe trains on, by the field that gives it."""
         return {"batch": self.batch}
 
@@ -96,12 +107,12 @@ class ExperimentConfig(Section):
         return self
 
 
-def staged(section: str, phase: SupervisedPhase) -> dict[str, BatchSection | Stage]:
+def staged(section: str, phase: SupervisedSection) -> dict[str, BatchSection | StageSection]:
     """The stages of a phase by field."""
     return {f"{section}.stages.{index}": stage for index, stage in enumerate(phase.stages)}
 
 
-def check_stages(section: str, phase: SupervisedPhase, model: ModelSection) -> None:
+def check_stages(section: str, phase: SupervisedSection, model: ModelSection) -> None:
     """Rows must fit the model, and the last stage must leave the RoPE base that the model is served with."""
     for index, stage in enumerate(phase.stages):
         if stage.sequence_length > model.max_position_embeddings:
@@ -120,13 +131,15 @@ def check_stages(section: str, phase: SupervisedPhase, model: ModelSection) -> N
 
 
 class SftConfig(ExperimentConfig):
-    """Supervised training on the environment's worked answers."""
+    """Supervised training, on the environment's worked answers unless another source is named."""
 
-    recipe: Literal["sft"] = required("which algorithm")
-    sft: SupervisedPhase = required("the supervised phase")
+    program: ClassVar[str] = "jaxtrain.recipes.sft:run"
+
+    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
+    sft: SupervisedSection = required("the supervised phase")
 
     @property
-    def microbatches(self) -> dict[str, BatchSection | Stage]:
+    def microbatches(self) -> dict[str, BatchSection | StageSection]:
         """Those of the stages; the batch section's if there are none."""
         return staged("sft", self.sft) or {"batch": self.batch}
 
@@ -139,12 +152,14 @@ class SftConfig(ExperimentConfig):
 class AsyncGrpoConfig(ExperimentConfig):
     """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""
 
-    recipe: Literal["async_grpo"] = required("which algorithm")
+    program: ClassVar[str] = "jaxtrain.recipes.async_grpo:run"
+
+    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
     store: str | None = setting(
         None, "file://, gs:// or s3:// URL where trainer and fleet meet; None is the run's own directory"
     )
-    warm_start: SupervisedPhase = required("supervised steps before RL; 0 steps starts from scratch")
-    rl: RlPhase = required("the reinforcement phase")
+    warm_start: SupervisedSection = required("supervised steps before RL; 0 steps starts from scratch")
+    rl: RlSection = required("the reinforcement phase")
     trajectories: TrajectorySection = section(TrajectorySection, "what a step trains on")
     rollouts: RolloutSection = section(RolloutSection, "how completions are made")
     weights: WeightSection = section(WeightSection, "how versions travel")
@@ -152,7 +167,7 @@ class AsyncGrpoConfig(ExperimentConfig):
     processes: ProcessSection = section(ProcessSection, "composition on one machine")
 
     @property
-    def microbatches(self) -> dict[str, BatchSection | Stage]:
+    def microbatches(self) -> dict[str, BatchSection | StageSection]:
         """Those of RL and of the warm start's stages."""
         return {"batch": self.batch} | staged("warm_start", self.warm_start)
 
@@ -195,8 +210,6 @@ class AsyncGrpoConfig(ExperimentConfig):
             )
         return self
 
-
-Config = AsyncGrpoConfig | SftConfig
 
 RECIPES: dict[str, type[ExperimentConfig]] = {"async_grpo": AsyncGrpoConfig, "sft": SftConfig}
 

@@ -8,19 +8,28 @@ nothing is out of vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rollout_bridge.rollouts.environments.base import Environment
+
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
+PROMPTS = 1000  # enough to tell the words of a task's template from its content
 SHARED_FRACTION = 0.5  # a word in at least this fraction of the prompts belongs to the template
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def prompts_of(environment: Environment) -> Iterator[str]:
+    """Texts of the messages of the environment's first tasks."""
+    for index in range(min(environment.size, PROMPTS)):
+        yield from (message["content"] for message in environment.task(index).messages)
 
 
 def build(prompts: Iterable[str], directory: Path) -> Path:

@@ -56,9 +56,7 @@ class Loss(Protocol):
         ...
 
 
-def final_hidden(
-    definition: Definition, params: Params, batch: Batch
-) -> tuple[jax.Array, RouterStatistics]:
+def final_hidden(definition: Definition, params: Params, batch: Batch) -> tuple[jax.Array, RouterStatistics]:
     """Final hidden states [B, S, D] of a microbatch, and the routers' statistics."""
     replay = batch.get(REPLAYED)
     return definition.bind(params)(

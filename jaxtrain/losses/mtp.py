@@ -51,9 +51,7 @@ class DraftLoss:
     router: RouterStatistics
 
 
-def draft_loss(
-    definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch
-) -> DraftLoss:
+def draft_loss(definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch) -> DraftLoss:
     """Negative log-likelihood of the tokens further ahead, given the decoder's final hidden states.
 
     Its denominator is the batch's token weight, as the main loss's is, though each depth predicts a token

@@ -25,7 +25,5 @@ class NextToken:
         hidden, router = final_hidden(definition, params, batch)
         weights = jnp.asarray(batch.loss_weights)
         out = target_nll(definition, params, hidden, jnp.asarray(batch.targets), weights)
-        sums = LossSums(
-            loss=out.loss, weight=weights.sum(), metrics={"entropy": out.entropy}, router=router
-        )
+        sums = LossSums(loss=out.loss, weight=weights.sum(), metrics={"entropy": out.entropy}, router=router)
         return with_drafts(sums, definition, params, hidden, batch)

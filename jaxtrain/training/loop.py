@@ -1,80 +1,114 @@
-"""The steps of one phase and one shape: compiled programs, and what each step reports about itself."""
+"""The only training loop (contract 6): a phase's steps, one after another."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import threading
+import time
+from dataclasses import dataclass
 
 import jax
 
-from jaxtrain.config.optimization import Phase
-from jaxtrain.data.batch import Batch
-from jaxtrain.models.definition import Definition
+from jaxtrain.data.sources.base import BatchSpec, Interrupted, prefetching
 from jaxtrain.models.flops import Flops, training_flops
-from jaxtrain.training.context import Context
-from jaxtrain.training.phases import ScheduledValues
-from jaxtrain.training.step import LossFunction, TrainState
+from jaxtrain.training.phase import Phase, Stage, scheduled_values, stage_at
+from jaxtrain.training.programs import Programs, train_step
+from jaxtrain.training.progress import Progress
+from jaxtrain.training.run import Run
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.throughput import peak, throughput
-from jaxtrain.training.trainer import Placement, Programs, StepReport, compile_programs, train_step
+
+
+def run_phase(
+    run: Run, state: TrainState, progress: Progress, phase: Phase
+) -> tuple[TrainState, Progress]:
+    """Steps until the phase's are done; goes on from `progress`. The old state is donated.
+
+    Raises `Stopped` after a checkpoint when a signal came, `TooManyNonFinite`, and what the data raises.
+    """
+    record, steps = progress.of(phase.name), phase.section.steps
+    if record.steps >= steps:
+        return state, progress
+    halt, values_at, staged = threading.Event(), scheduled_values(phase.section), None
+    spec = BatchSpec(
+        shape_at=phase.shape_at,
+        columns=phase.columns,
+        steps=steps,
+        interrupted=lambda: halt.is_set() or run.stop.is_set(),
+    )
+    with prefetching(phase.batches(spec), record.source, halt) as batches:
+        while record.steps < steps:
+            started = time.perf_counter()
+            phase.before_step(progress)
+            stage = stage_at(phase.stages, record.tokens)
+            if staged is None or staged.stage is not stage:
+                staged = _compile(run, phase, stage)
+            try:
+                packed = next(batches)
+            except Interrupted:
+                run.stop_if_asked(state, progress)
+                raise
+            waited, values = time.perf_counter() - started, values_at(record.tokens)
+            state, report = train_step(
+                staged.programs, run.trainable.placement, state, packed.batch, values
+            )
+            staged.recompilations += report.compilations if staged.steps else 0
+            staged.steps += 1
+            progress = progress.stepped(
+                phase.name,
+                tokens=packed.batch.valid_tokens(),
+                source=batches.get_state(),
+                finite=report.finite,
+            )
+            record = progress.of(phase.name)
+            run.check_finite(progress, finite=report.finite)
+            row = {
+                **report.values,
+                "learning_rate": values.learning_rate,
+                "router_bias_rate": values.router_bias_rate,
+                **throughput(
+                    packed.batch,
+                    staged.flops,
+                    seconds=report.seconds,
+                    devices=run.trainable.placement.mesh.size,
+                    device_peak=peak(jax.local_devices()[0]),
+                ),
+                "recompilations": staged.recompilations,
+                **packed.metrics,
+                **phase.after_step(state, progress, report.values),
+                "tokens_seen": progress.tokens_seen,
+                "microbatches": int(packed.batch.tokens.shape[0]),
+                "sequence_length": stage.sequence_length,
+                "step_seconds": report.seconds,
+                "wait_seconds": waited,
+            }
+            run.metrics.write(progress.step, row, phase=phase.name)
+            run.save(state, progress)
+            run.agree_to_stop()
+            run.stop_if_asked(state, progress)
+    return state, progress
 
 
 @dataclass
-class PhaseTrainer:
-    """Programs with what their steps are measured against.
-
-    device_peak: operations a second, None where unknown. recompilations: programs compiled by steps after
-    the first; more than 0 says that something changed a shape, a dtype or a sharding.
+class _Staged:
+    """The programs of one stage. recompilations: programs compiled by steps after the first; more than 0 says
+    that something changed a shape, a dtype or a sharding.
     """
 
+    stage: Stage
     programs: Programs
-    placement: Placement
     flops: Flops
-    device_peak: float | None
     recompilations: int = 0
     steps: int = 0
 
-    def step(self, state: TrainState, batch: Batch, values: ScheduledValues) -> tuple[TrainState, StepReport]:
-        """One optimizer step; the old state is donated.
 
-        The report adds to the loss's values the scheduled ones, throughput (see there), recompilations.
-        """
-        state, report = train_step(self.programs, self.placement, state, batch, **asdict(values))
-        self.recompilations += report.compilations if self.steps else 0
-        self.steps += 1
-        speed = throughput(
-            batch,
-            self.flops,
-            seconds=report.seconds,
-            devices=self.placement.mesh.size,
-            device_peak=self.device_peak,
-        )
-        scheduled = {"learning_rate": values.learning_rate, "router_bias_rate": values.router_bias_rate}
-        own = {"recompilations": self.recompilations}
-        return state, replace(report, values={**report.values, **scheduled, **speed, **own})
-
-
-def open_trainer(
-    context: Context,
-    phase: Phase,
-    definition: Definition,
-    *,
-    loss_function: LossFunction,
-    metric_names: tuple[str, ...],
-) -> PhaseTrainer:
-    """Programs that compile at their first step.
-
-    definition: the context's, or one that differs in the rotary base alone.
-    """
-    return PhaseTrainer(
-        programs=compile_programs(
-            definition,
-            context.optimizer,
-            context.placement,
-            loss_function=loss_function,
-            metric_names=metric_names,
-            step=context.step,
-            measure_noise=phase.measure_noise,
-        ),
-        placement=context.placement,
-        flops=training_flops(definition),
-        device_peak=peak(jax.local_devices()[0]),
+def _compile(run: Run, phase: Phase, stage: Stage) -> _Staged:
+    """Programs that compile at their first step."""
+    programs = run.trainable.programs(
+        phase.loss,
+        rows=stage.rows,
+        sequence_length=stage.sequence_length,
+        columns=phase.columns,
+        definition=stage.definition,
+        measure_noise=phase.section.measure_noise,
     )
+    return _Staged(stage, programs, training_flops(stage.definition))

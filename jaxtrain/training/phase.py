@@ -1,20 +1,25 @@
-"""What a phase trains with, as functions of the tokens it has seen: scheduled values, batch size, stage.
+"""What a phase is: its data, its loss, and what it trains with as functions of the tokens it has seen.
 
-All are evaluated on the host before a step, so they are exact at every boundary, a resumed run takes the
-values that an uninterrupted one takes, and no program is compiled again for them; but a stage has programs of
-its own, because its shapes and its rotary base are constants of them.
+Scheduled values, batch size and stage are evaluated on the host before a step, so they are exact at every
+boundary, and a resumed run takes the values that an uninterrupted one takes. No program is compiled again for
+them; but a stage has programs of its own, because its shapes and its rotary base are constants of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.optimization import BatchSection, Phase, Ramp, Schedule, SupervisedPhase
+from jaxtrain.config.optimization import BatchSection, PhaseSection, Ramp, Schedule, StageSection
 from jaxtrain.config.tokens import rate_steps
+from jaxtrain.data.batch import Column
+from jaxtrain.data.sources.base import BatchShape, OpenBatches
+from jaxtrain.losses.base import Loss
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim import schedules
 from jaxtrain.optim.batch_ramp import BatchRamp, SteppedBatch
+from jaxtrain.training.progress import Progress
+from jaxtrain.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,34 @@ class Stage:
         return self.rows * self.sequence_length
 
 
-def scheduled_values(phase: Phase) -> Callable[[int], ScheduledValues]:
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Supervised, preference and RL phases differ in these and in nothing else (contract 6).
+
+    name: in the progress and the metrics. batches: opens the data. columns: of its batches besides the
+    standard ones. stages: ascending, the first from 0 tokens. before_step: called with the progress before
+    each step. after_step: called after it, with the step's values; what it returns goes into the metrics.
+    """
+
+    name: str
+    section: PhaseSection
+    loss: Loss
+    batches: OpenBatches
+    columns: tuple[Column, ...]
+    stages: tuple[Stage, ...]
+    before_step: Callable[[Progress], None] = lambda progress: None
+    after_step: Callable[[TrainState, Progress, Mapping[str, float]], Mapping[str, float]] = (
+        lambda state, progress, values: {}
+    )
+
+    def shape_at(self, tokens: int) -> BatchShape:
+        """Of the batch that follows `tokens` tokens of the phase."""
+        stage = stage_at(self.stages, tokens)
+        ramp = batch_ramp(self.section.batch, microbatch_tokens=stage.microbatch_tokens)
+        return BatchShape(ramp.microbatches(tokens), stage.rows, stage.sequence_length)
+
+
+def scheduled_values(phase: PhaseSection) -> Callable[[int], ScheduledValues]:
     """The phase's values for the step that follows a number of tokens."""
     learning = learning_rate(phase.learning_rate)
     bias, balance, mtp = (
@@ -85,9 +117,11 @@ def batch_ramp(section: Ramp, *, microbatch_tokens: int) -> BatchRamp | SteppedB
     )
 
 
-def stages(phase: SupervisedPhase, batch: BatchSection, definition: Definition) -> tuple[Stage, ...]:
-    """The phase's stages in order; without any, one of the batch section's shape."""
-    if not phase.stages:
+def stages(
+    sections: Sequence[StageSection], batch: BatchSection, definition: Definition
+) -> tuple[Stage, ...]:
+    """The stages of a phase in order; without any, one of the batch section's shape."""
+    if not sections:
         return (Stage(0, batch.rows, batch.sequence_length, definition),)
     return tuple(
         Stage(
@@ -98,7 +132,7 @@ def stages(phase: SupervisedPhase, batch: BatchSection, definition: Definition) 
             if stage.rope_theta is None
             else define(replace(definition.config, rope_theta=stage.rope_theta)),
         )
-        for stage in phase.stages
+        for stage in sections
     )
 
 

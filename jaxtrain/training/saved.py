@@ -147,5 +147,6 @@ def export_model(
 
 
 def _key(reader: CheckpointReader, path: str) -> str:
-    """Where a run keeps a parameter: without gradient under buffers/."""
-    return f"buffers/{path}" if f"buffers/{path}" in reader.shapes else f"params/{path}"
+    """Where a run keeps a parameter: under the part of the state that it belongs to."""
+    parts = (part for part in ("buffers", "frozen") if f"{part}/{path}" in reader.shapes)
+    return f"{next(parts, 'params')}/{path}"

@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The threshold and the lag are unpublished; these defaults are ours.
+    """The published threshold and lag are unknown.
 
     max_lag: versions a token may be behind the trainer's.
     min_fresh_fraction: of the trainable tokens that must be fresh for a trajectory to be used, in [0, 1].
     """
 
-    max_lag: int = 4
-    min_fresh_fraction: float = 0.5
+    max_lag: int
+    min_fresh_fraction: float
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:

@@ -1,4 +1,4 @@
-"""Environment-failure filter, group recovery and the group-mean baseline.
+"""Environment-failure filter and group recovery.
 
 A trajectory that failed for its environment's fault has no reward. If enough of its group is left, valid
 members are duplicated to restore the group's size; else the whole group is discarded (Solar Open 2, arXiv
@@ -8,7 +8,6 @@ members are duplicated to restore the group's size; else the whole group is disc
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 
 from rollout_bridge.trajectories.schema import Status
@@ -40,19 +39,3 @@ def recovery_slots(
     for position in range(len(statuses)):
         slots[valid[position % len(valid)]] += 1
     return tuple(slots)
-
-
-def group_advantages(
-    rewards: Sequence[float], *, divide_by_std: bool = False, epsilon: float = 1e-6
-) -> list[float]:
-    """Reward minus the group's mean (GRPO's baseline; dividing by the standard deviation is its original
-    form).
-
-    rewards: of the valid members, each once. Exact sums, so the order of the members changes no bit.
-    """
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not divide_by_std:
-        return centred
-    std = math.sqrt(math.fsum(value * value for value in centred) / len(rewards))
-    return [value / (std + epsilon) for value in centred]

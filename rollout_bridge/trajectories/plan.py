@@ -18,11 +18,6 @@ from rollout_bridge.trajectories.segment import SegmentError
 
 PREFIX = "plans/"
 FORMAT_VERSION = 1
-# Why a trajectory is never trained on.
-DROP_REASONS = (
-    *("duplicate", "environment_failure", "group_discarded", "no_signal", "stale", "too_long"),
-    "other_experts",  # sent by an engine with another number of MoE layers or of experts a token
-)
 
 
 class PlanError(RuntimeError):

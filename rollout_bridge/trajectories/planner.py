@@ -84,7 +84,7 @@ class Planner:
                 f"Restore it, or restart with --discard-plans-after {step - 1}"
             )
         if target_tokens is not None:
-            self._settings = replace(self._settings, target_tokens=target_tokens, target_trajectories=None)
+            self._settings = replace(self._settings, target_tokens=target_tokens)
         deadline = self._clock() + timeout
         while True:
             selection = self._select(step, version)
@@ -149,11 +149,10 @@ class Planner:
         return grant(self._store, len(seen - selection.live_groups) + self._outstanding)
 
     def _shortage(self, selection: Selection, step: int, timeout: float) -> str:
-        unit = "trajectories" if self._settings.target_trajectories is not None else "tokens"
         drops = {reason: len(rows) for reason, rows in selection.drops.items()}
         return (
             f"waited {timeout:g} s for trajectories to plan step {step}: {selection.amount} of "
-            f"{selection.target} {unit} "
+            f"{selection.target} tokens "
             f"are usable in {len(selection.live_groups)} groups, dropped since the last plan: "
             f"{drops or 'none'}, "
             f"quarantined segments: {len(self._reader.quarantined)}, groups ever seen: {len(self._seen)}. "

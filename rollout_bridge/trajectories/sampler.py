@@ -10,10 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-# Upper edges in tokens, doubling, so that a bin's lengths are within a factor of two. The number of bins is
-# unpublished; this default is ours.
-LENGTH_BIN_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-
 
 class Candidate(Protocol):
     """What is drawn."""

@@ -1,54 +1,78 @@
 """What a step trains on: a pure function of what has arrived, the version and the state.
 
-In order: one copy of each group; the environment-failure filter and group recovery; the group-mean baseline
-over the valid members; the freshness gate; a draw that is even over length bins, oldest first. A trajectory
+In order: one copy of each group; the environment-failure filter and group recovery; the advantages of the
+valid members; the configured filters; the freshness gate; a draw that is even over length bins, oldest first. A trajectory
 is drawn once in a run (its recovery duplicates go into the same step) or dropped once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
 
 from rollout_bridge.trajectories.gate import Gate, fresh_tokens, passes
-from rollout_bridge.trajectories.groups import VALID, Boundary, group_advantages, recovery_slots
+from rollout_bridge.trajectories.groups import VALID, Boundary, recovery_slots
 from rollout_bridge.trajectories.log import TrajectoryRef
 from rollout_bridge.trajectories.plan import Plan, PlanRow, RowRef
-from rollout_bridge.trajectories.sampler import LENGTH_BIN_EDGES, draw_order
+from rollout_bridge.trajectories.sampler import draw_order
+from rollout_bridge.trajectories.schema import Trajectory
+
+
+class Advantage(Protocol):
+    """A frozen dataclass of its options. A new advantage is a new file."""
+
+    def of_group(self, members: Sequence[TrajectoryRef]) -> Sequence[float]:
+        """One number for each valid member of a group, which the plan records."""
+        ...
+
+    def of_tokens(self, trajectory: Trajectory, advantage: float) -> float | np.ndarray:
+        """From the recorded number: one for the whole trajectory, or float32 [T], one for each token."""
+        ...
+
+
+class Filter(Protocol):
+    """A frozen dataclass of its options that drops valid members of groups. A new filter is a new file."""
+
+    @property
+    def reason(self) -> str:
+        """Under which the plan records what it drops."""
+        ...
+
+    def keep(self, members: Sequence[TrajectoryRef], *, version: int) -> Sequence[bool]:
+        """Of each valid member of a group, at the trainer's version. What is refused once is dropped."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings:
     """How a step is chosen.
 
-    target_trajectories: slots a step has, exactly; or target_tokens: most tokens (prompts included) of a
-        step, which is full when the next one drawn no longer fits. One of the two.
+    target_tokens: most tokens (prompts included) of a step, which is full when the next one drawn no longer
+        fits.
     min_valid_fraction, boundary: smallest part of a group that must be valid for the rest to be used.
-    drop_no_signal: drop groups whose rewards are all equal (their advantages are 0) instead of training on
-        them.
+    length_bin_edges: upper edges in tokens.
     routed_experts: (MoE layers, k) that replayed experts must have; a trajectory with others is dropped, one
         without any is not. None: nothing is replayed.
-    divide_by_std: GRPO's original normalisation instead of the plain group-mean baseline.
+    advantage: over the valid members of a group, those that filters drop included.
+    filters: in their order, each on what those before it have left.
     """
 
-    target_trajectories: int | None = None
-    target_tokens: int | None = None
-    gate: Gate = field(default_factory=Gate)
-    min_valid_fraction: float = 0.5
-    boundary: Boundary = Boundary.INCLUSIVE
-    length_bin_edges: tuple[int, ...] = LENGTH_BIN_EDGES
-    routed_experts: tuple[int, int] | None = None
-    drop_no_signal: bool = False
-    divide_by_std: bool = False
+    target_tokens: int
+    gate: Gate
+    min_valid_fraction: float
+    boundary: Boundary
+    length_bin_edges: tuple[int, ...]
+    routed_experts: tuple[int, int] | None
+    advantage: Advantage
+    filters: tuple[Filter, ...]
 
     def __post_init__(self) -> None:
-        targets = [t for t in (self.target_trajectories, self.target_tokens) if t is not None]
-        if len(targets) != 1 or targets[0] < 1:
-            raise ValueError(
-                f"trajectories: target_trajectories is {self.target_trajectories} and target_tokens is "
-                f"{self.target_tokens}; set exactly one of them, to at least 1"
-            )
+        if self.target_tokens < 1:
+            raise ValueError(f"trajectories: target_tokens {self.target_tokens} must be at least 1")
         if not 0 <= self.min_valid_fraction <= 1:
             raise ValueError(f"trajectories.min_valid_fraction: {self.min_valid_fraction} is not in [0, 1]")
         if list(self.length_bin_edges) != sorted(set(self.length_bin_edges)):
@@ -80,7 +104,7 @@ class SelectionState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """plan: None if too little has arrived. amount, target: of slots or tokens, as the settings count.
+    """plan: None if too little has arrived. amount, target: tokens.
 
     live_groups: groups with a trajectory that may be drawn, in this plan or a later one.
     drops: what would be dropped now, by reason (recorded only when a plan is made).
@@ -144,7 +168,7 @@ def select(
     return Selection(
         plan=plan,
         amount=amount,
-        target=settings.target_trajectories or settings.target_tokens or 0,
+        target=settings.target_tokens,
         live_groups=frozenset(c.ref.group_id for c in candidates),
         drops=drops,
     )
@@ -194,24 +218,25 @@ def _judge_group(
     )
     if slots is None:
         return [], dropped + [("group_discarded", ref) for ref in valid]
-    rewards = [ref.reward for ref in valid]
-    if settings.drop_no_signal and min(rewards) == max(rewards):
-        return [], dropped + [("no_signal", ref) for ref in valid]
     slots_of = {ref.member: n for ref, n in zip(members, slots, strict=True)}
+    advantages = dict(zip((ref.member for ref in valid), settings.advantage.of_group(valid), strict=True))
+    left = valid
+    for rule in settings.filters:
+        kept = rule.keep(left, version=version) if left else []
+        dropped += [(rule.reason, ref) for ref, keep in zip(left, kept, strict=True) if not keep]
+        left = [ref for ref, keep in zip(left, kept, strict=True) if keep]
     candidates = []
-    for ref, advantage in zip(
-        valid, group_advantages(rewards, divide_by_std=settings.divide_by_std), strict=True
-    ):
+    for ref in left:
         if not passes(ref.version_counts, version=version, gate=settings.gate):
             dropped.append(("stale", ref))
-        elif settings.target_tokens is not None and ref.tokens > settings.target_tokens:
+        elif ref.tokens > settings.target_tokens:
             dropped.append(("too_long", ref))
         elif None not in (settings.routed_experts, ref.routed_experts) and (
             ref.routed_experts != settings.routed_experts
         ):
             dropped.append(("other_experts", ref))
         else:
-            candidates.append(_Candidate(ref, slots_of[ref.member], advantage))
+            candidates.append(_Candidate(ref, slots_of[ref.member], advantages[ref.member]))
     return candidates, dropped
 
 
@@ -225,8 +250,7 @@ def _draw(
     drawn: list[tuple[_Candidate, int]] = []
     amount = 0
     for candidate, following in draw_order(candidates, edges=settings.length_bin_edges, cursor=cursor):
-        cost = 1 if settings.target_tokens is None else candidate.tokens
-        target = settings.target_trajectories or settings.target_tokens or 0
+        cost, target = candidate.tokens, settings.target_tokens
         slots = min(candidate.slots, (target - amount) // cost)
         if slots == 0:
             return drawn, amount, True, cursor

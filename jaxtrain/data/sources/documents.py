@@ -61,9 +61,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
             used += len(document.tokens) - 1
         while len(taken) > 1 and _rows(taken, shape.sequence_length) > shape.microbatches * shape.rows:
             taken.pop()
-        batch = pack(
-            taken, rows=shape.rows, sequence_length=shape.sequence_length, columns=spec.columns
-        )
+        batch = pack(taken, rows=shape.rows, sequence_length=shape.sequence_length, columns=spec.columns)
         self._position = ends[len(taken) - 1]
         self._tokens += batch.valid_tokens()
         return Packed(batch)

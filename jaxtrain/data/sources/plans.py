@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -18,25 +18,12 @@ from jaxtrain.data.packing import Document, pack
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep, Row
-from rollout_bridge.trajectories.log import TrajectoryRef
 from rollout_bridge.trajectories.planner import Planner
-from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.trajectories.selection import Advantage
 
 FILL = 0.95  # of a batch's positions that a plan aims at; best-fit packing loses less than the rest
 POLL_SECONDS = 0.1
 PLAN_COLUMNS = frozenset({"behavior_logprobs", "advantages", "temperature", "routed_experts"})
-
-
-class Advantage(Protocol):
-    """A frozen dataclass of its options. A new advantage is a new file."""
-
-    def of_group(self, members: Sequence[TrajectoryRef]) -> Sequence[float]:
-        """One number for each valid member of a group, which the plan records."""
-        ...
-
-    def of_tokens(self, trajectory: Trajectory, advantage: float) -> float | np.ndarray:
-        """From the recorded number: one for the whole trajectory, or float32 [T], of each token."""
-        ...
 
 
 class TrainerClock:
@@ -154,9 +141,7 @@ def document(row: Row, advantage: Advantage) -> Document:
     }
     if trajectory.routed_experts is not None:
         columns["routed_experts"] = trajectory.routed_experts
-    return Document(
-        tokens=trajectory.token_ids, loss_weights=row.mask.astype(np.float32), columns=columns
-    )
+    return Document(tokens=trajectory.token_ids, loss_weights=row.mask.astype(np.float32), columns=columns)
 
 
 def trajectory_metrics(planned: PlannedStep) -> dict[str, float]:

@@ -54,9 +54,7 @@ class PolicyTokens:
 Objective = Callable[[PolicyTokens], tuple[jax.Array, Arrays]]
 
 
-def policy_sums(
-    definition: Definition, params: Params, batch: Batch, objective: Objective
-) -> LossSums:
+def policy_sums(definition: Definition, params: Params, batch: Batch, objective: Objective) -> LossSums:
     """Sums of a policy objective, which returns its loss and its metrics as sums over tokens.
 
     The denominator is the weight of all trainable tokens, masked ones included, so that masking does not
