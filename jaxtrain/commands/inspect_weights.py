@@ -24,8 +24,8 @@ def inspect_weights(
     Reads only. The exit status is 1 if a reader could not follow the chain.
     """
     from rollout_bridge.store import Store, StoreError
-    from rollout_bridge.weights.inspection import inspect_weights as look
-    from rollout_bridge.weights.run import RunError
+    from rollout_bridge.weights.format.run import RunError
+    from rollout_bridge.weights.read.inspection import inspect_weights as look
 
     try:
         found = look(Store.open(store, probe=False), verify=verify)

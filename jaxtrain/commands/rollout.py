@@ -33,12 +33,12 @@ def rollout(
     import asyncio
 
     from jaxtrain.commands.fleet import FleetError, run_worker
+    from rollout_bridge.agent import AgentError
     from rollout_bridge.engines.protocol import EngineError
     from rollout_bridge.rollouts.generation import WorkerError
     from rollout_bridge.store import StoreError
-    from rollout_bridge.weights.agent import AgentError
-    from rollout_bridge.weights.mirror_view import MirrorError
-    from rollout_bridge.weights.run import RunError
+    from rollout_bridge.weights.format.run import RunError
+    from rollout_bridge.weights.read.mirror_view import MirrorError
 
     with naming(StoreError, RunError, WorkerError, EngineError, AgentError, MirrorError, FleetError):
         asyncio.run(run_worker(experiment, environment, worker))

@@ -78,8 +78,8 @@ def train(
     from jaxtrain.training.checkpoint import CheckpointError
     from jaxtrain.training.context import Stopped, TooManyNonFinite
     from rollout_bridge.trajectories.plan import PlanError
-    from rollout_bridge.weights.commit import Superseded
-    from rollout_bridge.weights.run import RunError
+    from rollout_bridge.weights.format.run import RunError
+    from rollout_bridge.weights.write.commit import Superseded
     from sharding.errors import ShardingError
 
     expected = (
