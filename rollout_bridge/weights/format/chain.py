@@ -27,7 +27,6 @@ from rollout_bridge.weights.format.manifest import (
     Piece,
 )
 from rollout_bridge.weights.format.run import RunInfo
-from rollout_bridge.weights.read.journal import Change
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,15 @@ def read_manifest(store: Store, ref: ManifestRef, run: RunInfo) -> Manifest:
         )
         raise BrokenVersion(ref, ref.key, f"tensor {different} is not as run.json has it")
     return manifest
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """Elements of tensor `name` at flat `indices` (ascending) take the bits `values`."""
+
+    name: str
+    indices: np.ndarray
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,9 @@ def _nbytes(links: Iterable[Link]) -> int:
     return sum(link.nbytes for link in links)
 
 
-def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, old_digest: int) -> Change:
+def fold(
+    links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, old_digest: int
+) -> TensorChange:
     """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
 
     Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
@@ -143,7 +153,7 @@ def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, ol
     current_digest = old_digest
     only = only_piece(links, name) is not None  # then nothing is read that was changed before
     current = old
-    touched: list[Change] = []
+    touched: list[TensorChange] = []
     for link in links:
         ref, entry = link.ref, link.manifest.tensors[name]
         for piece in link.pieces(name):
@@ -160,14 +170,14 @@ def fold(links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, ol
             current_digest = digest.update(current_digest, indices, before.reshape(-1)[local], values)
             if not only:
                 current.reshape(-1)[indices] = values
-            touched.append(Change(name, indices, values))
+            touched.append(TensorChange(name, indices, values))
         _check_digest(ref, name, current_digest, entry.digest_value)
     if not touched:
-        return Change(name, np.empty(0, np.int64), np.empty(0, old.dtype))
+        return TensorChange(name, np.empty(0, np.int64), np.empty(0, old.dtype))
     if only:
         return touched[0]
     indices = np.unique(np.concatenate([change.indices for change in touched]))
-    return Change(name, indices, current.reshape(-1)[indices])
+    return TensorChange(name, indices, current.reshape(-1)[indices])
 
 
 def only_piece(links: Sequence[Link], name: str) -> tuple[ManifestRef, Piece] | None:

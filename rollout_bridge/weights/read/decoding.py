@@ -16,10 +16,9 @@ from rollout_bridge.quantization import digest
 from rollout_bridge.weights.format import chain
 from rollout_bridge.weights.format.blobs import Changes, Contents, Pieces
 from rollout_bridge.weights.format.canonical import TensorSpec
-from rollout_bridge.weights.format.chain import Link
+from rollout_bridge.weights.format.chain import Link, TensorChange
 from rollout_bridge.weights.format.manifest import ManifestRef, Piece
 from rollout_bridge.weights.read import parts
-from rollout_bridge.weights.read.journal import Change
 from rollout_bridge.weights.read.parts import Part
 
 _WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
@@ -66,7 +65,7 @@ class Batch:
         return _WORKING_BYTES * max(largest, _WINDOW_BYTES) + sum(map(len, self.contents.held.values()))
 
 
-def fold(batch: Batch) -> Iterator[Change]:
+def fold(batch: Batch) -> Iterator[TensorChange]:
     """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = Changes(batch.contents)

@@ -11,12 +11,13 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+
+from rollout_bridge.weights.format.chain import TensorChange
 
 _MAGIC = b"jaxtrain-journal-2\n"
 _LENGTH = struct.Struct("<Q")
@@ -27,16 +28,7 @@ class JournalError(ValueError):
     """A journal file is damaged; names the file."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """Elements of tensor `name` at flat `indices` (ascending) take the bits `values`."""
-
-    name: str
-    indices: np.ndarray
-    values: np.ndarray
-
-
-def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
+def write(path: Path, state: dict[str, Any], changes: Iterable[TensorChange]) -> None:
     """Writes and syncs the journal; a crash before the end leaves `path` absent, an exception nothing."""
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -48,7 +40,7 @@ def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
     sync_directory(path.parent)
 
 
-def _write(temporary: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
+def _write(temporary: Path, state: dict[str, Any], changes: Iterable[TensorChange]) -> None:
     entries = []
     hasher = xxhash.xxh3_128()
     with open(temporary, "wb") as file:
@@ -71,7 +63,7 @@ def _write(temporary: Path, state: dict[str, Any], changes: Iterable[Change]) ->
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> tuple[dict[str, Any], Iterator[Change]]:
+def read(path: Path) -> tuple[dict[str, Any], Iterator[TensorChange]]:
     """(state, changes) of a journal, checked whole before the first change. Raises `JournalError`."""
     data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
     content, found = data[:-HASH_BYTES], bytes(data[-HASH_BYTES:])
@@ -84,11 +76,11 @@ def read(path: Path) -> tuple[dict[str, Any], Iterator[Change]]:
     return header["state"], _changes(content, len(_MAGIC), header["entries"])
 
 
-def _changes(content: np.ndarray, offset: int, entries: list[Any]) -> Iterator[Change]:
+def _changes(content: np.ndarray, offset: int, entries: list[Any]) -> Iterator[TensorChange]:
     for name, count, width, dtype in entries:
         middle = offset + count * width
         end = middle + count * np.dtype(dtype).itemsize
-        yield Change(name, content[offset:middle].view(f"<u{width}"), content[middle:end].view(dtype))
+        yield TensorChange(name, content[offset:middle].view(f"<u{width}"), content[middle:end].view(dtype))
         offset = end
 
 

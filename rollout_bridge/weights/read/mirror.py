@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge.weights.format.chain import TensorChange
 from rollout_bridge.weights.format.run import RunInfo
 from rollout_bridge.weights.read import journal, materialize, mirror_view, parts
-from rollout_bridge.weights.read.journal import Change
 from rollout_bridge.weights.read.mirror_view import MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.read.parts import Part, Setting
 
@@ -135,7 +135,7 @@ class Mirror:
         journal.replace_file(self.directory / _NEW_VERSION, json.dumps(state.to_json()).encode())
         self._redo_replace()
 
-    def apply(self, state: MirrorState, changes: Iterable[Change]) -> None:
+    def apply(self, state: MirrorState, changes: Iterable[TensorChange]) -> None:
         """Moves to the version of `state` by setting elements: journal, then bits, then version."""
         _ = self.view
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rollout_bridge.weights.format.chain import TensorChange
 from rollout_bridge.weights.read import journal
-from rollout_bridge.weights.read.journal import Change, JournalError
+from rollout_bridge.weights.read.journal import JournalError
 
 SUFFIX = ".part"
 
@@ -26,7 +27,7 @@ class Part:
     hash: str
 
 
-def write(path: Path, offsets: dict[str, tuple[int, int]], changes: Iterable[Change]) -> Part:
+def write(path: Path, offsets: dict[str, tuple[int, int]], changes: Iterable[TensorChange]) -> Part:
     """Writes and syncs a part. offsets: of each tensor in the mirror's file, where it begins and ends."""
     journal.write(path, {"offsets": offsets}, changes)
     return Part(path, _hash(path))
