@@ -41,15 +41,7 @@ os.environ["TPU_STDERR_LOG_LEVEL"] = "1"  # warnings
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
-
-from jaxtrain.config.model import ModelSection  # noqa: E402
-from jaxtrain.data.batch import Batch  # noqa: E402
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token  # noqa: E402
-from jaxtrain.models.config import ModelConfig  # noqa: E402
-from jaxtrain.models.definition import define  # noqa: E402
-from jaxtrain.optim.muon import MuonConfig  # noqa: E402
-from jaxtrain.optim.optimizer import OptimizerConfig, build  # noqa: E402
-from jaxtrain.training.step import LossScales, StepInputs  # noqa: E402
 from jaxtrain.training.trainer import (  # noqa: E402
     abstract_state,
     compile_apply,
@@ -57,6 +49,14 @@ from jaxtrain.training.trainer import (  # noqa: E402
     place,
     sharded_shapes,
 )
+
+from jaxtrain.config.model import ModelSection  # noqa: E402
+from jaxtrain.data.batch import Batch  # noqa: E402
+from jaxtrain.models.config import ModelConfig  # noqa: E402
+from jaxtrain.models.definition import define  # noqa: E402
+from jaxtrain.optim.muon import MuonConfig  # noqa: E402
+from jaxtrain.optim.optimizer import OptimizerConfig, build  # noqa: E402
+from jaxtrain.training.step import LossScales, StepInputs  # noqa: E402
 from sharding.collectives import collectives, totals  # noqa: E402
 from sharding.mesh import MeshSpec  # noqa: E402
 

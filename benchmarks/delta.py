@@ -51,8 +51,8 @@ from rollout_bridge import delta
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.store import Store
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.subscriber import Subscriber
 
 PRESETS = ("small", "fast")
 WEIGHT_DEVIATION = 0.02

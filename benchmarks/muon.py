@@ -43,13 +43,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 
 from jaxtrain.commands.large_pages import use_large_pages
 from jaxtrain.config.load import load_config
 from jaxtrain.config.model import ModelSection
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 from jaxtrain.models.definition import Definition, define, initialize
 from jaxtrain.models.flops import training_flops
 from jaxtrain.optim import newton_schulz

@@ -36,15 +36,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
-from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.data.batch import Batch
 from jaxtrain.losses.objectives import POLICY_METRICS, policy
 from jaxtrain.rl.publication import Publications
 from jaxtrain.training.context import open_context
 from jaxtrain.training.phase_trainer import open_trainer
 from jaxtrain.training.phases import scheduled_values
+
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.data.batch import Batch
 from rollout_bridge.store import Store
 
 WARM_STEPS = 4  # a full version and two changes: everything is compiled

@@ -25,8 +25,8 @@ from delta import Pair, entropy_bytes, write  # benchmarks/delta.py
 from update_sparsity import kind_of
 
 from rollout_bridge.store import Store
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.subscriber import Subscriber
 
 TINY = 1e-4
 FORMATS = {1: "fp8", 2: "bf16", 4: "f32"}  # by bytes of a value; scales are float32

@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+from jaxtrain.huggingface.saved import open_model
+from jaxtrain.losses.objectives import policy
 from safetensors.numpy import save_file
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.huggingface.saved import open_model
-from jaxtrain.losses.objectives import policy
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define

@@ -52,11 +52,11 @@ from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.publisher import Publisher, WriterSettings
-from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.format import run as runs
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.subscriber import Subscriber
+from rollout_bridge.weights.write.publisher import Publisher, WriterSettings
 
 TINY_GLM_MOE: dict[str, Any] = {
     "model_type": "glm4_moe",

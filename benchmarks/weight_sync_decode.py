@@ -43,17 +43,17 @@ from rollout_bridge import names
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights import subscriber
-from rollout_bridge.weights.blobs import Blobs
-from rollout_bridge.weights.chain import Link, read_manifest
-from rollout_bridge.weights.decoding import Folding
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import TENSORS
-from rollout_bridge.weights.parts import Part
-from rollout_bridge.weights.publisher import Publisher, WriterSettings
-from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.format import run as runs
+from rollout_bridge.weights.format.blobs import Blobs
+from rollout_bridge.weights.format.chain import Link, read_manifest
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read import subscriber
+from rollout_bridge.weights.read.decoding import Folding
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.mirror_view import TENSORS
+from rollout_bridge.weights.read.parts import Part
+from rollout_bridge.weights.read.subscriber import Subscriber
+from rollout_bridge.weights.write.publisher import Publisher, WriterSettings
 
 
 def config(*, layers: int, experts: int, hidden: int, intermediate: int) -> dict[str, Any]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines.protocol import EngineError, KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.engines.vllm_fleet import ServedFleet
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
-from rollout_bridge.weights.agent import AgentSettings, SyncAgent
-from rollout_bridge.weights.chain import read_latest
-from rollout_bridge.weights.manifest import LATEST_KEY
-from rollout_bridge.weights.materialize import EngineFormat
+from rollout_bridge.weights.format.chain import read_latest
+from rollout_bridge.weights.format.manifest import LATEST_KEY
+from rollout_bridge.weights.read.materialize import EngineFormat
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from jaxtrain.models.definition import define
 from rollout_bridge import names
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format
-from rollout_bridge.weights.run import RunInfo
+from rollout_bridge.weights.format.run import RunInfo
 
 Weights = dict[str, np.ndarray]
 

@@ -15,16 +15,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
+from jaxtrain.training.trainer import compile_apply, compile_programs, initial_state, place
 from turns import Turns
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.flops import training_flops
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build
 from jaxtrain.training import trainer
-from jaxtrain.training.trainer import compile_apply, compile_programs, initial_state, place
 from sharding.mesh import MeshSpec
 
 SHAPE = json.loads(sys.argv[1])

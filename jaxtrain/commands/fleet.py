@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
+from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment
@@ -23,9 +24,8 @@ from rollout_bridge.rollouts.generation import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.serve import ServeSettings
 from rollout_bridge.store import Store
-from rollout_bridge.weights.agent import AgentSettings, SyncAgent
-from rollout_bridge.weights.run import RUN_KEY, RunInfo
-from rollout_bridge.weights.run import load as load_run
+from rollout_bridge.weights.format.run import RUN_KEY, RunInfo
+from rollout_bridge.weights.format.run import load as load_run
 
 logger = logging.getLogger(__name__)
 

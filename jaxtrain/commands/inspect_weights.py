@@ -24,7 +24,7 @@ def inspect_weights(
     Reads only. The exit status is 1 if a reader could not follow the chain.
     """
     from rollout_bridge.store import Store
-    from rollout_bridge.weights.inspection import inspect_weights as look
+    from rollout_bridge.weights.read.inspection import inspect_weights as look
 
     with naming():
         found = look(Store.open(store, probe=False), verify=verify)

@@ -119,9 +119,7 @@ class TrajectorySection(Section):
     length_bins: PositiveInt = setting(
         4, "bins drawn from evenly, oldest first, so long ones are not starved"
     )
-    min_valid_fraction: Fraction = setting(
-        0.5, "share of usable members that saves a group"
-    )
+    min_valid_fraction: Fraction = setting(0.5, "share of usable members that saves a group")
     boundary: Literal["inclusive", "exclusive"] = setting(
         "inclusive", "whether exactly min_valid_fraction saves a group; the sources differ"
     )

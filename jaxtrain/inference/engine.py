@@ -35,7 +35,7 @@ from rollout_bridge.engines.protocol import (
     UpdateReport,
 )
 from rollout_bridge.quantization.plan import QuantizationPlan
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 log = logging.getLogger(__name__)
 

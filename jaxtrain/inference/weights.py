@@ -13,7 +13,7 @@ from rollout_bridge import names
 from rollout_bridge.names.base import TensorSource, stack
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, scale_name
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 Params = dict[str, jax.Array]
 

@@ -15,15 +15,15 @@ from jaxtrain.training.step import TrainState
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights.manifest import Latest
-from rollout_bridge.weights.publisher import (
+from rollout_bridge.weights.format.manifest import Latest
+from rollout_bridge.weights.format.run import RunInfo, create_or_join
+from rollout_bridge.weights.write.publisher import (
     NothingToCompare,
     Publication,
     Publisher,
     Retention,
     WriterSettings,
 )
-from rollout_bridge.weights.run import RunInfo, create_or_join
 from sharding import processes
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.control import STATE_KEY
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
-from rollout_bridge.weights.chain import read_latest, read_manifest
-from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion, Kind, Manifest
-from rollout_bridge.weights.run import load as load_run
+from rollout_bridge.weights.format.chain import read_latest, read_manifest
+from rollout_bridge.weights.format.manifest import ACKS_PREFIX, BrokenVersion, Kind, Manifest
+from rollout_bridge.weights.format.run import load as load_run
 
 
 def metric_rows(run_dir: Path) -> list[dict[str, Any]]:

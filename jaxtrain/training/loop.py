@@ -18,9 +18,7 @@ from jaxtrain.training.state import TrainState
 from jaxtrain.training.throughput import peak, throughput
 
 
-def run_phase(
-    run: Run, state: TrainState, progress: Progress, phase: Phase
-) -> tuple[TrainState, Progress]:
+def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> tuple[TrainState, Progress]:
     """Steps until the phase's are done; goes on from `progress`. The old state is donated.
 
     Raises `Stopped` after a checkpoint when a signal came, `TooManyNonFinite`, and what the data raises.
@@ -48,9 +46,7 @@ def run_phase(
                 run.stop_if_asked(state, progress)
                 raise
             waited, values = time.perf_counter() - started, values_at(record.tokens)
-            state, report = train_step(
-                staged.programs, run.trainable.placement, state, packed.batch, values
-            )
+            state, report = train_step(staged.programs, run.trainable.placement, state, packed.batch, values)
             staged.recompilations += report.compilations if staged.steps else 0
             staged.steps += 1
             progress = progress.stepped(

@@ -33,9 +33,7 @@ class Start:
     weights: SavedModel | None
 
 
-def open_start(
-    config: ExperimentConfig, run_dir: Path, *, resumed: bool, texts: Texts | None
-) -> Start:
+def open_start(config: ExperimentConfig, run_dir: Path, *, resumed: bool, texts: Texts | None) -> Start:
     """Opens and checks everything; reads no weights. All processes call it.
 
     resumed: whether a checkpoint is there. What the run began with is in its directory then: the directory of

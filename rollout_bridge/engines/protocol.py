@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 
 class Purpose(enum.StrEnum):

@@ -43,7 +43,7 @@ from rollout_bridge.engines.vllm_protocol import (
     parse_completion,
     parse_version,
 )
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 POLL_SECONDS = 0.1
 STAGE_POLL_SECONDS = 0.01

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rollout_bridge.engines.protocol import Completion, EngineError, Health, Request, UpdateReport
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 logger = logging.getLogger(__name__)
 

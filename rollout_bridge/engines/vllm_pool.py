@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rollout_bridge.engines.protocol import Completion, EngineError, Health, Request, UpdateReport
 from rollout_bridge.engines.vllm import VllmEngine
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 
 class VllmPool:

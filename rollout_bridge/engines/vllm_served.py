@@ -32,9 +32,9 @@ from rollout_bridge.engines.protocol import (
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.weights.materialize import EngineFormat, materialize
-from rollout_bridge.weights.mirror_view import MirrorView
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.materialize import EngineFormat, materialize
+from rollout_bridge.weights.read.mirror_view import MirrorView
+from rollout_bridge.weights.read.update import Update
 
 logger = logging.getLogger(__name__)
 

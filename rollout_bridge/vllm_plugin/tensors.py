@@ -11,7 +11,7 @@ import torch
 
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, scale_name
-from rollout_bridge.weights.mirror_view import TENSORS, MirrorView
+from rollout_bridge.weights.read.mirror_view import TENSORS, MirrorView
 
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 

@@ -20,13 +20,13 @@ import signal
 import sys
 from pathlib import Path
 
+from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines import vllm_fleet, vllm_served, vllm_server
 from rollout_bridge.engines.protocol import KvPolicy, UpdateMode
 from rollout_bridge.lifetime import end_with_parent
 from rollout_bridge.store import Store
-from rollout_bridge.weights import journal
-from rollout_bridge.weights.agent import AgentSettings, SyncAgent
-from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.read import journal
+from rollout_bridge.weights.read.mirror import Mirror
 
 SERVER = Path(__file__).with_name("server.py")
 REAL = os.environ.get("SERVER") == "vllm"

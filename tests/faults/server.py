@@ -31,7 +31,7 @@ from aiohttp import web
 from rollout_bridge.lifetime import end_with_parent
 from rollout_bridge.quantization.digest import digest
 from rollout_bridge.vllm_plugin.units import unit_of, whole_units
-from rollout_bridge.weights.mirror_view import MirrorView
+from rollout_bridge.weights.read.mirror_view import MirrorView
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 BITS = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F32": np.uint32}

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights import commit, journal
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights.encoder import Patch
-from rollout_bridge.weights.garbage import Retention, collect
-from rollout_bridge.weights.manifest import BrokenVersion, Kind
-from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.writer import ChainWriter, WriterSettings
+from rollout_bridge.weights.format import run as runs
+from rollout_bridge.weights.format.manifest import BrokenVersion, Kind
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read import journal
+from rollout_bridge.weights.write import commit
+from rollout_bridge.weights.write.encoder import Patch
+from rollout_bridge.weights.write.garbage import Retention, collect
+from rollout_bridge.weights.write.writer import ChainWriter, WriterSettings
 from tests.rollout_bridge.weights import tiny
 
 CONFIG = tiny.CONFIG | {

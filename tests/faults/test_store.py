@@ -16,12 +16,12 @@ import pytest
 
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
-from rollout_bridge.weights import chain
-from rollout_bridge.weights.encoder import Patch
-from rollout_bridge.weights.garbage import Retention, collect
-from rollout_bridge.weights.manifest import LATEST_KEY, QUARANTINE_PREFIX, BrokenVersion
-from rollout_bridge.weights.publisher import WriterSettings
-from rollout_bridge.weights.writer import ChainWriter
+from rollout_bridge.weights.format import chain
+from rollout_bridge.weights.format.manifest import LATEST_KEY, QUARANTINE_PREFIX, BrokenVersion
+from rollout_bridge.weights.write.encoder import Patch
+from rollout_bridge.weights.write.garbage import Retention, collect
+from rollout_bridge.weights.write.publisher import WriterSettings
+from rollout_bridge.weights.write.writer import ChainWriter
 from tests.faults.fleet import Host, until
 from tests.rollout_bridge.weights import tiny
 from tests.rollout_bridge.weights.chains import DAMAGES, damage

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_bridge.weights.chain import read_latest
-from rollout_bridge.weights.manifest import VERSIONS_PREFIX, parse_version_key
+from rollout_bridge.weights.format.chain import read_latest
+from rollout_bridge.weights.format.manifest import VERSIONS_PREFIX, parse_version_key
 from tests.faults.fleet import until
 from tests.faults.trainer_program import FULL_EVERY, tree_of
 from tests.rollout_bridge.weights import tiny

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from rollout_bridge.store import Store
-from rollout_bridge.weights.garbage import Retention
-from rollout_bridge.weights.manifest import LATEST_KEY
+from rollout_bridge.weights.format.manifest import LATEST_KEY
+from rollout_bridge.weights.write.garbage import Retention
 from tests.rollout_bridge.weights import tiny
 
 FULL_EVERY = 3

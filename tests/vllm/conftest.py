@@ -15,9 +15,9 @@ import pytest
 from rollout_bridge.engines.protocol import KvPolicy, UpdateReport
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.update import Update
 from tests.ports import free_port
 from tests.vllm import tiny_model
 from tests.vllm.tiny_model import Tensors

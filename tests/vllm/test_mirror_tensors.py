@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorError
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.mirror_view import MirrorError
 from tests.vllm import tiny_model
 from tests.vllm.tiny_model import Tensors
 

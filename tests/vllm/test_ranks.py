@@ -13,7 +13,7 @@ import pytest
 
 from rollout_bridge.engines.protocol import EngineError, UpdateReport
 from rollout_bridge.engines.vllm import VllmEngine
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 UPDATE = Update(
     version=7,

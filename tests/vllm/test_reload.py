@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rollout_bridge.vllm_plugin.transfer import MirrorUpdateInfo, MirrorWeightTransferEngine, StageRequest
-from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.read.mirror import Mirror
 from tests.vllm import tiny_model
 from tests.vllm.tiny_model import Tensors
 

@@ -27,8 +27,8 @@ from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.serve import ServeError, ServeSettings, serve
 from rollout_bridge.store import Store
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights.publisher import Publisher
+from rollout_bridge.weights.format import run as runs
+from rollout_bridge.weights.write.publisher import Publisher
 from tests.ports import free_port
 from tests.running import group_runs
 from tests.vllm import tiny_model
@@ -37,7 +37,7 @@ from tests.vllm.conftest import leave_session_open
 SERVE = """
 import logging, pathlib, sys
 from rollout_bridge.serve import ServeSettings, serve
-from rollout_bridge.weights.agent import AgentSettings
+from rollout_bridge.agent import AgentSettings
 logging.basicConfig(level=logging.INFO)
 serve(ServeSettings(store=sys.argv[1], state_directory=pathlib.Path(sys.argv[2]), agent_id="host-a",
     port=int(sys.argv[3]), max_model_len=2048, max_num_seqs=16, kv_cache_gib=0.25, startup_timeout=300,

@@ -16,7 +16,7 @@ import pytest
 
 from rollout_bridge.engines.protocol import Completion, Request
 from rollout_bridge.store import Store
-from rollout_bridge.weights import run as runs
+from rollout_bridge.weights.format import run as runs
 from tests.faults.fleet import Host, until
 from tests.faults.test_server import check
 from tests.rollout_bridge.weights import tiny

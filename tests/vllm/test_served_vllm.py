@@ -15,8 +15,8 @@ from rollout_bridge.engines import vllm_served
 from rollout_bridge.engines.protocol import EngineError, KvPolicy, UpdateMode, UpdateReport
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServerSettings
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.update import Update
 from tests.vllm import tiny_model
 from tests.vllm.conftest import keeps_cancellation
 

@@ -13,7 +13,7 @@ import pytest
 from rollout_bridge.engines.protocol import Completion, Request, VersionSpan
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
-from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.read.mirror import Mirror
 from tests.vllm import tiny_model
 from tests.vllm.conftest import Deployment, server_settings
 

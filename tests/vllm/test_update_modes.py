@@ -23,7 +23,7 @@ from rollout_bridge.engines.protocol import (
 )
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import cached_prompt_tokens, generate_payload
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 from tests.vllm import tiny_model
 from tests.vllm.conftest import Deployment, stage
 

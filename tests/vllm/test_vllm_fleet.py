@@ -14,7 +14,7 @@ from rollout_bridge.engines.protocol import EngineError, Health, Request, Update
 from rollout_bridge.engines.vllm_fleet import ServedFleet
 from rollout_bridge.engines.vllm_pool import VllmPool
 from rollout_bridge.engines.vllm_served import ServerFailed
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 
 def update(version: int) -> Update:

@@ -19,10 +19,10 @@ from rollout_bridge import names
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.digest import digest
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
-from rollout_bridge.weights.manifest import ManifestRef
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.mirror_view import MirrorState, layout
-from rollout_bridge.weights.run import RunInfo
+from rollout_bridge.weights.format.manifest import ManifestRef
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.mirror_view import MirrorState, layout
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from jaxtrain.training.context import optimizer_config, qk_clip_of
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.optim.muon import MuonConfig
 from jaxtrain.optim.newton_schulz import COEFFICIENTS, Algorithm, Normalization
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig
 from jaxtrain.optim.qk_clip import QkClip
-from jaxtrain.training.context import optimizer_config, qk_clip_of
 from tests.jaxtrain.config.test_schema import quickstart
 
 

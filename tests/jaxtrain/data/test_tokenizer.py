@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from jaxtrain.data.worked_answers import WorkedAnswers
 from transformers import AutoTokenizer
 
 from jaxtrain.data.tokenizer import build
-from jaxtrain.data.worked_answers import WorkedAnswers
 from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
 
 

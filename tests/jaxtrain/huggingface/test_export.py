@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jaxtrain.huggingface.saved import export_model, import_model, open_model
 from transformers import AutoModelForCausalLM
 
 from jaxtrain.commands.export import shard_size
@@ -17,7 +18,6 @@ from jaxtrain.data import tokenizer as task_tokenizer
 from jaxtrain.huggingface.checkpoint import open_checkpoint
 from jaxtrain.huggingface.export import ExportFormat, export
 from jaxtrain.huggingface.layout import DestinationError
-from jaxtrain.huggingface.saved import export_model, import_model, open_model
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jaxtrain.huggingface.saved import open_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import smollm2
 from jaxtrain.huggingface.export import export
-from jaxtrain.huggingface.saved import open_model
 from jaxtrain.inference import slots as device
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define

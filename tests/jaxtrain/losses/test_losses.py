@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
+
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.losses.weighted_nll import weighted_nll
 

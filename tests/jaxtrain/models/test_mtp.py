@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtrain.losses.objectives import next_token, policy
 
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses import mtp
 from jaxtrain.losses.mtp import Further, draft_loss, further
-from jaxtrain.losses.objectives import next_token, policy
 from jaxtrain.losses.target_logprobs import target_nll
 from jaxtrain.models.definition import define, initialize
 from jaxtrain.models.layers import Cache

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jaxtrain.losses.objectives import next_token
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
-from jaxtrain.losses.objectives import next_token
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.replay import CHOOSE

@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.models import attention_logits
-from jaxtrain.models.attention_logits import max_logits
-from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.definition import define, initialize
-from jaxtrain.optim.optimizer import OptimizerConfig, build
-from jaxtrain.optim.qk_clip import QkClip, head_factors
 from jaxtrain.training.trainer import (
     compile_apply,
     compile_programs,
@@ -25,6 +17,14 @@ from jaxtrain.training.trainer import (
     sharded_shapes,
     train_step,
 )
+
+from jaxtrain.data.packing import Document, pack
+from jaxtrain.models import attention_logits
+from jaxtrain.models.attention_logits import max_logits
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.definition import define, initialize
+from jaxtrain.optim.optimizer import OptimizerConfig, build
+from jaxtrain.optim.qk_clip import QkClip, head_factors
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.tiny import HF_CONFIG
 

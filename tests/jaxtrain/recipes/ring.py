@@ -14,8 +14,8 @@ import psutil
 
 from jaxtrain.training.metrics import FILENAME, read_metrics
 from rollout_bridge.store import Store
-from rollout_bridge.weights.chain import read_latest
-from rollout_bridge.weights.manifest import Latest
+from rollout_bridge.weights.format.chain import read_latest
+from rollout_bridge.weights.format.manifest import Latest
 from tests.running import stopped
 
 ROOT = Path(__file__).parents[3]

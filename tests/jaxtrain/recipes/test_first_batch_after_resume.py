@@ -26,10 +26,10 @@ from rollout_bridge.store import Store
 from rollout_bridge.trajectories.claims import grant, granted
 from rollout_bridge.trajectories.log import read_segment
 from rollout_bridge.trajectories.plan import read_plan
-from rollout_bridge.weights.chain import read_latest, read_manifest
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.run import load as load_run
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.format.chain import read_latest, read_manifest
+from rollout_bridge.weights.format.run import load as load_run
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.subscriber import Subscriber
 from tests.jaxtrain.recipes.test_supervised import ROOT, SMALL_MODEL
 from tests.served_oracle import ServedOracle, Weights
 

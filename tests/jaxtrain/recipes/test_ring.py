@@ -10,9 +10,9 @@ import pytest
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.trajectories.plan import plan_steps, read_plan
-from rollout_bridge.weights.chain import read_latest, read_manifest
-from rollout_bridge.weights.mirror_view import MirrorView
-from rollout_bridge.weights.run import load as load_run
+from rollout_bridge.weights.format.chain import read_latest, read_manifest
+from rollout_bridge.weights.format.run import load as load_run
+from rollout_bridge.weights.read.mirror_view import MirrorView
 from tests.jaxtrain.recipes.ring import PROMPTS, RL_STEPS, WARM_STEPS, Ring
 
 pytestmark = pytest.mark.timeout(3600)  # three starts, on whatever machine

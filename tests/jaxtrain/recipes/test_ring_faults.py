@@ -10,7 +10,7 @@ import pytest
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.trajectories.plan import plan_steps
-from rollout_bridge.weights.chain import read_latest
+from rollout_bridge.weights.format.chain import read_latest
 from tests.jaxtrain.recipes.ring import RL_STEPS, Ring
 from tests.running import runs
 

@@ -6,9 +6,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from jaxtrain.config.fleet import WeightSection
 from jaxtrain.rl.publication import Publications
-from rollout_bridge.weights.manifest import Latest
+
+from jaxtrain.config.fleet import WeightSection
+from rollout_bridge.weights.format.manifest import Latest
 
 
 def test_what_gave_way_is_counted_before_the_first_version_is_out() -> None:

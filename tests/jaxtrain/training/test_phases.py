@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from jaxtrain.training.phases import batch_ramp, scheduled_values, stage_at, stages
 
 from jaxtrain.config.optimization import BatchSection, SupervisedPhase
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
-from jaxtrain.training.phases import batch_ramp, scheduled_values, stage_at, stages
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
 TRILLION, BILLION, MILLION = 10**12, 10**9, 10**6

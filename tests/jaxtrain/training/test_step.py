@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxtrain.data.batch import Batch
-from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.definition import define
-from jaxtrain.optim.noise_scale import estimate
-from jaxtrain.optim.optimizer import OptimizerConfig, build
-from jaxtrain.training.step import LossScales, StepMetrics
 from jaxtrain.training.trainer import (
     compile_apply,
     compile_programs,
@@ -27,6 +19,14 @@ from jaxtrain.training.trainer import (
     sharded_shapes,
     train_step,
 )
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.packing import Document, pack
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.definition import define
+from jaxtrain.optim.noise_scale import estimate
+from jaxtrain.optim.optimizer import OptimizerConfig, build
+from jaxtrain.training.step import LossScales, StepMetrics
 from sharding.mesh import MeshSpec
 from sharding.tree import shard
 from tests.jaxtrain.models.tiny import HF_CONFIG

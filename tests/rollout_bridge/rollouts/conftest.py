@@ -24,7 +24,7 @@ from rollout_bridge.engines.protocol import (
 from rollout_bridge.rollouts.environments.base import Score, Task
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.schema import Status
-from rollout_bridge.weights.update import Update
+from rollout_bridge.weights.read.update import Update
 
 EOS = 1
 

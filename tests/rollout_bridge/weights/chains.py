@@ -1,8 +1,8 @@
 """Chains of known trees, and how they break."""
 
 from rollout_bridge.store import Store
-from rollout_bridge.weights.manifest import Manifest
-from rollout_bridge.weights.publisher import Publisher
+from rollout_bridge.weights.format.manifest import Manifest
+from rollout_bridge.weights.write.publisher import Publisher
 from tests.rollout_bridge.weights import tiny
 
 TREES = [tiny.params()]

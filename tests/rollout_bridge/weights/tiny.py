@@ -17,11 +17,11 @@ from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights import run as runs
-from rollout_bridge.weights.mirror import Mirror
-from rollout_bridge.weights.publisher import Publisher, WriterSettings
-from rollout_bridge.weights.run import RunInfo
-from rollout_bridge.weights.subscriber import Subscriber
+from rollout_bridge.weights.format import run as runs
+from rollout_bridge.weights.format.run import RunInfo
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.subscriber import Subscriber
+from rollout_bridge.weights.write.publisher import Publisher, WriterSettings
 
 CONFIG = {
     "model_type": "glm4_moe",

@@ -1,0 +1,208 @@
+"""One sync agent a host: follows the head, hands every version to the engine verified, and acknowledges it.
+
+One loop that reads the truth again each time round: what the engine serves, what the mirror holds, what is
+pinned, what is published. So a crash anywhere is answered by starting the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_bridge.control import STATE_KEY
+from rollout_bridge.engines.protocol import EngineError, RolloutEngine
+from rollout_bridge.errors import ExpectedError
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.threads import finished_in_thread
+from rollout_bridge.weights.format.manifest import ACKS_PREFIX, BrokenVersion
+from rollout_bridge.weights.format.pins import active_pins
+from rollout_bridge.weights.format.run import RunError
+from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.mirror_view import MirrorError
+from rollout_bridge.weights.read.subscriber import Subscriber
+from rollout_bridge.weights.read.update import Update
+
+logger = logging.getLogger(__name__)
+
+_PAUSES_KEPT = 64
+# What may pass by itself or be repaired while the agent waits: OSError is a full disk or a lost connection.
+_TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSError)
+
+
+class AgentError(ExpectedError):
+    """The agent gave up; the message names the agent, the last reason and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Seconds. poll: between looks at the head. heartbeat: between acknowledgements when nothing moves.
+
+    patience: how long trouble may last without a success between (no run yet, store out of reach, head out of
+    reach, engine refusing updates) before the agent gives up. retry: first pause after a failure, doubled
+    up to 30 times `poll`.
+    And decoders: processes that decode and verify the versions of a large model; None: one a core, up to 64.
+    """
+
+    poll: float = 1.0
+    heartbeat: float = 30.0
+    patience: float = 1800.0
+    retry: float = 0.5
+    decoders: int | None = None
+
+
+class SyncAgent:
+    """Keeps `engine` at the head of the chain in `store`, through a mirror in `mirror_dir`."""
+
+    def __init__(
+        self,
+        store: Store,
+        mirror_dir: str | Path,
+        engine: RolloutEngine,
+        agent_id: str,
+        *,
+        settings: AgentSettings | None = None,
+    ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", agent_id):
+            raise ValueError(f"agent_id: {agent_id!r} is not made of letters, digits, _ and -")
+        self.store = store
+        self.engine = engine
+        self.agent_id = agent_id
+        self.errors = 0
+        self.last_error = ""
+        self.updates = 0
+        self.verified_tensors = 0
+        self._mirror_dir = Path(mirror_dir)
+        self._settings = settings or AgentSettings()
+        self._pauses: deque[float] = deque(maxlen=_PAUSES_KEPT)
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._acknowledged = 0.0
+        self._engine_suspect = False
+
+    async def run(self) -> None:
+        """Serves until the trainer says "finished" and its head is served.
+
+        Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
+        """
+        mirror = await finished_in_thread(lambda: Mirror(self._mirror_dir))
+        subscriber = Subscriber(self.store, mirror, name=self.agent_id, decoders=self._settings.decoders)
+        try:
+            while True:
+                try:
+                    moved = await self._round(subscriber)
+                    finished = not moved and await self._finished(subscriber)
+                except _TROUBLE as error:
+                    await self._failed(error, subscriber)
+                    continue
+                self._failing_since, self._failures = None, 0
+                if finished:
+                    await self._acknowledge(subscriber)
+                    return
+                if not moved:
+                    await asyncio.sleep(self._settings.poll)
+        finally:
+            subscriber.close()
+            mirror.close()
+
+    async def _round(self, subscriber: Subscriber) -> bool:
+        """One look at everything; whether the engine moved."""
+        mirror = subscriber.mirror
+        served = await self.engine.version()
+        if served is None or served != mirror.version or self._engine_suspect:
+            # Nothing that may be served: brought to date first, then given every tensor.
+            update = await finished_in_thread(lambda: self._renewed(subscriber))
+        else:
+            update = await finished_in_thread(lambda: subscriber.advance(self._target(subscriber, served)))
+        if update is not None:
+            await self._serve(update)
+            await self._acknowledge(subscriber)
+        elif time.monotonic() - self._acknowledged > self._settings.heartbeat:
+            await self._acknowledge(subscriber)
+        return update is not None
+
+    def _renewed(self, subscriber: Subscriber) -> Update | None:
+        """All of the newest version to be had: of what the mirror holds, while the store is out of reach."""
+        held = subscriber.mirror.version
+        try:
+            target = self._target(subscriber, held)
+        except StoreError:
+            target = held
+        return subscriber.renew(target)
+
+    async def _serve(self, update: Update) -> None:
+        """After a failure the engine gets every tensor again: a part of an update may have reached it."""
+        self._engine_suspect = True
+        report = await self.engine.update(update)
+        if report.version != update.version:
+            raise EngineError(
+                f"{self.engine.name}: reports version {report.version} after an update to {update.version}"
+            )
+        self._engine_suspect = False
+        self.updates += 1
+        self.verified_tensors += update.verified
+        self._pauses.append(report.pause_ms)
+
+    def _target(self, subscriber: Subscriber, served: int | None) -> int:
+        """The version to stop at: the lowest pinned one not passed yet, else the head, 0 without one.
+
+        The head is read first: a version is pinned before the next one is published, so no pin that comes
+        while this looks is of a version before the head found here.
+        """
+        latest = subscriber.latest()
+        pins = [pin.version for pin in active_pins(self.store, now=time.time())]
+        ahead = [version for version in pins if served is None or version >= served]
+        return min(ahead, default=0 if latest is None else latest.version)
+
+    async def _finished(self, subscriber: Subscriber) -> bool:
+        state = await finished_in_thread(lambda: self.store.read_json(STATE_KEY))
+        if not isinstance(state, dict) or state.get("phase") != "finished":
+            return False
+        latest = await finished_in_thread(subscriber.latest)
+        return latest is None or latest.version == (subscriber.mirror.version or 0)
+
+    async def _acknowledge(self, subscriber: Subscriber) -> None:
+        state = subscriber.mirror.state
+        ack = {
+            "agent": self.agent_id,
+            "version": state.ref.version if state else None,
+            "incarnation": state.ref.incarnation if state else None,
+            "time": time.time(),
+            "updates": self.updates,
+            "pause_ms": list(self._pauses),
+            "verified_tensors": self.verified_tensors,
+            "fallbacks": subscriber.fallbacks,
+            "setbacks": subscriber.setbacks,
+            "broken_versions": len(subscriber.broken),
+            "errors": self.errors,
+            "last_error": self.last_error,
+        }
+        await finished_in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
+        self._acknowledged = time.monotonic()
+
+    async def _failed(self, error: Exception, subscriber: Subscriber) -> None:
+        """Counts, logs and tells a failure and waits a little; raises `AgentError` past `patience`."""
+        self.errors += 1
+        self.last_error = str(error)[:500]
+        self._failures += 1
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        lasted = now - self._failing_since
+        logger.warning("agent %s: failure %d: %s", self.agent_id, self._failures, error)
+        if lasted > self._settings.patience:
+            raise AgentError(
+                f"agent {self.agent_id}: no success for {lasted:.0f} s, {self._failures} failures. Last: "
+                f"{error}. Repair that and start the agent again; its mirror is kept"
+            ) from error
+        if now - self._acknowledged > self._settings.heartbeat:
+            try:
+                await self._acknowledge(subscriber)
+            except (StoreError, OSError) as unheard:
+                logger.warning("agent %s: cannot say so either: %s", self.agent_id, unheard)
+        pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
+        await asyncio.sleep(min(pause, 30 * self._settings.poll))

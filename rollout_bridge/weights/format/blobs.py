@@ -1,0 +1,192 @@
+"""Objects of the chain on their way to a reader: fetched ahead, checked, kept while they may be wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from rollout_bridge import delta
+from rollout_bridge.store import Store
+from rollout_bridge.weights.format.manifest import BrokenVersion, ManifestRef, Piece
+
+_KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
+
+
+class Blobs:
+    """Objects of the chain, fetched on `threads`, the last ones kept up to `limit_bytes`.
+
+    A piece that is wrong is fetched `attempts` times in all before its version counts as broken. Several
+    threads may call every method at once.
+    """
+
+    def __init__(
+        self, store: Store, *, attempts: int = 3, threads: int = 4, limit_bytes: int = 2 << 30
+    ) -> None:
+        self._store = store
+        self._attempts = attempts
+        self._limit = limit_bytes
+        self._lock = threading.Lock()  # of the three below
+        self._coming: dict[str, Future[bytes | None]] = {}
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept_bytes = 0
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Starts fetching objects that will be asked for soon."""
+        with self._lock:
+            for key in keys:
+                if key not in self._kept and key not in self._coming:
+                    self._coming[key] = self._pool.submit(self._store.read, key)
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes:
+        """The checked bytes of one piece of version `ref`. Raises `BrokenVersion`."""
+        key = ref.directory + piece.key
+        reason = ""
+        for _ in range(self._attempts):
+            data = self._object(key)
+            if data is None:
+                reason = "missing"
+            elif len(data) < piece.offset + piece.length:
+                reason = f"truncated: {len(data)} bytes, expected at least {piece.offset + piece.length}"
+            else:
+                content = data[piece.offset : piece.offset + piece.length]
+                found = xxhash.xxh3_128_hexdigest(content)
+                if found == piece.hash:
+                    return content
+                reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"
+            self._forget(key, data)
+        raise BrokenVersion(ref, key, f"{reason} (read {self._attempts} times)")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _object(self, key: str) -> bytes | None:
+        """The object, from the last ones or the store: by one read, however many threads ask."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            coming = self._coming.get(key)
+            if coming is None:
+                coming = self._coming[key] = self._pool.submit(self._store.read, key)
+        try:
+            data = coming.result()  # a read ends within the store's timeout
+        except BaseException:
+            with self._lock:
+                self._arrived(key, coming)
+            raise
+        with self._lock:  # kept in the same breath: whoever asks next finds it in one place or the other
+            if self._arrived(key, coming) and data is not None:
+                self._keep(key, data)
+        return data
+
+    def _arrived(self, key: str, coming: Future[bytes | None]) -> bool:
+        """Whether the caller, who holds the lock, is the first to have got what was coming."""
+        first = self._coming.get(key) is coming
+        if first:
+            del self._coming[key]
+        return first
+
+    def _keep(self, key: str, data: bytes) -> None:
+        """Of a caller who holds the lock."""
+        self._kept[key] = data
+        self._kept_bytes += len(data)
+        while self._kept_bytes > self._limit and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+    def _forget(self, key: str, data: bytes | None) -> None:
+        """Makes the next one who asks fetch again, unless another thread has done so."""
+        with self._lock:
+            if data is not None and self._kept.get(key) is data:
+                self._kept_bytes -= len(self._kept.pop(key))
+
+
+class Pieces(Protocol):
+    """Where the checked bytes of a piece come from."""
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Pieces already fetched and checked, to be sent to another process."""
+
+    held: dict[tuple[str, int, int], bytes]
+
+    @classmethod
+    def of(cls, blobs: Pieces, wanted: Iterable[tuple[ManifestRef, Piece]]) -> Contents:
+        """Raises `BrokenVersion` where one cannot be had."""
+        held: dict[tuple[str, int, int], bytes] = {}
+        for ref, piece in wanted:
+            place = _place(ref, piece)
+            if place not in held:
+                held[place] = blobs.piece(ref, piece)
+        return cls(held)
+
+    def piece(self, ref: ManifestRef, piece: Piece) -> bytes:
+        return self.held[_place(ref, piece)]
+
+
+def _place(ref: ManifestRef, piece: Piece) -> tuple[str, int, int]:
+    return ref.directory + piece.key, piece.offset, piece.length
+
+
+class Changes:
+    """What pieces change. A blob that several share is read once, as long as it is among the last.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+        self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
+        self._ahead: dict[tuple[object, ...], delta.SparseChange] = {}
+
+    def ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
+        """Decodes what `change` will be asked for next, with the same arguments: what shares a blob at once,
+        which takes a fraction of one after the other. What is wrong with a piece is told when asked for it.
+
+        Raises `BrokenVersion` where a piece cannot be had.
+        """
+        shared: dict[tuple[object, ...], list[tuple[ManifestRef, Piece, np.ndarray]]] = {}
+        for ref, piece, before in wanted:
+            if piece.member is not None:
+                shared.setdefault(_group_place(ref, piece, before), []).append((ref, piece, before))
+        self._ahead.clear()
+        for place, members in shared.items():
+            ref, piece, before = members[0]
+            numbers = [piece.member for _, piece, _ in members if piece.member is not None]
+            befores = [before for *_, before in members]
+            try:
+                found = self._group(ref, piece, before).changes_of(numbers, befores)
+            except delta.DeltaError:
+                continue  # one by one it is told which
+            self._ahead |= {(*place, number): change for number, change in zip(numbers, found, strict=True)}
+
+    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
+        """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`."""
+        if piece.member is None:
+            return delta.decode_sparse(self.pieces.piece(ref, piece), before)
+        known = self._ahead.pop((*_group_place(ref, piece, before), piece.member), None)
+        return self._group(ref, piece, before).change(piece.member, before) if known is None else known
+
+    def _group(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.Group:
+        place = _group_place(ref, piece, before)
+        group = self._groups.pop(place, None)
+        if group is None:
+            group = delta.decode_group(self.pieces.piece(ref, piece), before.dtype)
+        self._groups[place] = group
+        while sum(kept.changes for kept in self._groups.values()) > _KEPT_CHANGES and len(self._groups) > 1:
+            self._groups.popitem(last=False)
+        return group
+
+
+def _group_place(ref: ManifestRef, piece: Piece, before: np.ndarray) -> tuple[object, ...]:
+    return *_place(ref, piece), piece.hash, before.dtype.itemsize

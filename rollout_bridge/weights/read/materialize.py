@@ -1,0 +1,108 @@
+"""A Hugging Face directory of one version, for an engine that loads from files.
+
+Written beside its final name and renamed, then never changed: a server may load from it at any time. Every
+directory says which version it is in `jaxtrain_version.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout_bridge import names
+from rollout_bridge.quantization.host import dequantize_block_fp8
+from rollout_bridge.quantization.plan import Format, scale_name
+from rollout_bridge.safetensors_files import TensorOutput, write_tensors
+from rollout_bridge.weights.read.journal import sync_directory
+from rollout_bridge.weights.read.mirror_view import MirrorView
+
+EngineFormat = Literal["fp8", "bf16"]
+STAMP = "jaxtrain_version.json"
+SHARD_BYTES = 4 << 30
+
+
+def materialize(
+    view: MirrorView, directory: Path, engine_format: EngineFormat, *, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Writes ``directory/<version>-<incarnation>-<format>/`` and returns it; an existing one is kept.
+
+    engine_format: "fp8" stores the canonical codes and scales with a quantization_config; "bf16" the weights
+        they stand for, exactly.
+    shard_bytes: larger models are split into files of about this size, with an index.
+    Raises ValueError for another format, or if a directory of that name holds something else.
+    """
+    if engine_format not in ("fp8", "bf16"):
+        raise ValueError(f"engine_format: {engine_format!r} is not 'fp8' or 'bf16'")
+    ref = view.state.ref
+    target = directory / f"{ref.version:08d}-{ref.incarnation:06d}-{engine_format}"
+    stamp = {
+        "run_id": view.run.run_id,
+        "version": ref.version,
+        "incarnation": ref.incarnation,
+        "step": view.state.step,
+        "manifest_hash": ref.hash,
+        "format": engine_format,
+    }
+    if target.exists():
+        if read_stamp(target) == stamp:
+            return target
+        raise ValueError(f"{target}: holds something else than {stamp}; remove it")
+    temporary = directory / f".{target.name}.{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        write_tensors(list(_outputs(view, engine_format)), temporary, shard_bytes)
+        files = dict(view.run.tokenizer) | {"config.json": json.dumps(_config(view, engine_format), indent=2)}
+        for name, text in files.items():
+            (temporary / name).write_text(text)
+        (temporary / STAMP).write_text(json.dumps(stamp))
+        for path in temporary.iterdir():
+            path.chmod(0o444)
+        sync_directory(temporary)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def read_stamp(directory: Path) -> dict[str, Any] | None:
+    """Which version a materialised directory is; None if it is not one."""
+    path = directory / STAMP
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _config(view: MirrorView, engine_format: EngineFormat) -> dict[str, Any]:
+    config = {key: value for key, value in view.run.hf_config.items() if key != "quantization_config"}
+    config.setdefault("architectures", [names.architecture(config)])
+    config["dtype"] = config["torch_dtype"] = "bfloat16"
+    if engine_format == "fp8" and Format.fp8_block in view.run.plan.formats.values():
+        config["quantization_config"] = view.run.plan.hf_quantization_config()
+    return config
+
+
+def _outputs(view: MirrorView, engine_format: EngineFormat) -> Iterator[TensorOutput]:
+    scales = {
+        scale_name(name) for name, chosen in view.run.plan.formats.items() if chosen is Format.fp8_block
+    }
+    for name, spec in view.specs.items():
+        quantized = scale_name(name) in scales
+        if engine_format == "bf16" and name in scales:
+            continue
+        if engine_format == "bf16" and quantized:
+            yield TensorOutput(
+                name, "BF16", spec.shape, 2 * spec.size, lambda name=name: _dequantized(view, name)
+            )
+        else:
+            yield TensorOutput(name, spec.dtype, spec.shape, spec.nbytes, lambda name=name: view.tensor(name))
+
+
+def _dequantized(view: MirrorView, name: str) -> np.ndarray:
+    scale = view.tensor(scale_name(name)).view(np.float32)
+    return dequantize_block_fp8(view.tensor(name), scale, name=name)

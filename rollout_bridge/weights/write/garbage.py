@@ -1,0 +1,132 @@
+"""What of the weight chain may go: everything no reader can need again.
+
+Kept: the newest full version (a new reader starts there), what leads to an evaluation still wanted, what was
+the head within the retention time, and the chain from the oldest version an agent has acknowledged, as long
+as that is within so many versions of the head; an agent further behind takes the newest full version.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_bridge.store import Store
+from rollout_bridge.weights.format import chain, run
+from rollout_bridge.weights.format.manifest import (
+    ACKS_PREFIX,
+    QUARANTINE_PREFIX,
+    VERSIONS_PREFIX,
+    BrokenVersion,
+    Kind,
+    ManifestRef,
+    parse_version_key,
+)
+from rollout_bridge.weights.format.pins import active_pins
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What stays. versions: behind the head up to which an acknowledgement keeps the chain.
+
+    seconds: that a version stays after another took its place as head, acknowledged or not.
+    every: versions between two collections.
+    """
+
+    versions: int = 200
+    seconds: float = 600.0
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("versions", 0), ("seconds", 0), ("every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"retention: {name}: {getattr(self, name)} is less than {least}")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Versions removed (version, incarnation), and the oldest that is kept."""
+
+    removed: tuple[tuple[int, int], ...]
+    oldest_kept: int
+
+
+def collect(store: Store, *, retention: Retention, now: float | None = None) -> Collected:
+    """Removes versions nobody can need: those before the oldest kept, and unfinished ones beside the chain.
+
+    now: unix seconds.
+    Only the owner of the run may call it, with no publication in flight. Raises `BrokenVersion` if the chain
+    cannot be read back to a full version: then nothing is removed.
+    """
+    joined, latest = run.load(store), chain.read_latest(store)
+    if joined is None or latest is None or latest.manifest is None or latest.full is None:
+        return Collected((), 0)
+    now = time.time() if now is None else now
+    pins = [pin.version for pin in active_pins(store, now=now) if pin.version <= latest.version]
+    acknowledged = [
+        version for version in _acknowledged(store) if version >= latest.version - retention.versions
+    ]
+    start = min([latest.full.version, *pins, *(version + 1 for version in acknowledged)])
+    kept = _chain_from(
+        store,
+        latest.manifest,
+        joined,
+        start,
+        reach_full=min([latest.version, *pins]),
+        reach_time=now - retention.seconds,
+    )
+    oldest = min(version for version, _ in kept)
+    keys: dict[tuple[int, int], list[str]] = {}
+    for key in store.list(VERSIONS_PREFIX):
+        place = parse_version_key(key)
+        if place is not None and place not in kept and place[0] <= latest.version:
+            keys.setdefault(place, []).append(key)
+    for place in sorted(keys):
+        # The manifest first: a reader that still sees it can still read every blob it names.
+        for key in sorted(keys[place], key=lambda key: not key.endswith("/manifest.json")):
+            store.delete(key)
+    for key in store.list(QUARANTINE_PREFIX):
+        if int(key.removeprefix(QUARANTINE_PREFIX).split("-")[0]) < oldest:
+            store.delete(key)
+    if keys:
+        logger.info("removed %d versions, oldest kept %d", len(keys), oldest)
+    return Collected(tuple(sorted(keys)), oldest)
+
+
+def _chain_from(
+    store: Store, head: ManifestRef, joined: run.RunInfo, start: int, *, reach_full: int, reach_time: float
+) -> set[tuple[int, int]]:
+    """The chain from `start` or before: a full version at or before `reach_full` is in it, and what was the
+    head after `reach_time`. Where it was cut before that full version is reached, it begins.
+    """
+    kept: set[tuple[int, int]] = set()
+    ref: ManifestRef | None = head
+    full_seen = False
+    succeeded = float("inf")  # when the version after took its place
+    while ref is not None and not (ref.version < start and full_seen and succeeded < reach_time):
+        try:
+            manifest = chain.read_manifest(store, ref, joined)
+        except BrokenVersion:
+            if not full_seen:
+                raise
+            break
+        kept.add((ref.version, ref.incarnation))
+        full_seen |= manifest.kind is Kind.FULL and ref.version <= reach_full
+        succeeded = manifest.time
+        ref = manifest.parent
+    return kept
+
+
+def _acknowledged(store: Store) -> list[int]:
+    versions = []
+    for key in store.list(ACKS_PREFIX):
+        ack: Any = store.read_json(key)
+        version = ack.get("version") if isinstance(ack, dict) else None
+        if isinstance(version, int):
+            versions.append(version)
+        elif version is not None or not isinstance(ack, dict):
+            logger.warning("%s%s: no version in it; ignored", store.url, key)
+    return versions
