@@ -53,7 +53,7 @@ def export(
     from jaxtrain.huggingface.devices import streaming_mesh
     from jaxtrain.huggingface.export import ExportFormat
     from jaxtrain.huggingface.layout import read_config
-    from jaxtrain.huggingface.saved import export_model
+    from jaxtrain.training.saved import export_model
     from rollout_bridge.quantization.plan import ServingLayout
     from sharding import processes
     from sharding.errors import ShardingError

@@ -43,7 +43,7 @@ def import_(
         return
     from jaxtrain.huggingface.devices import streaming_mesh
     from jaxtrain.huggingface.layout import read_config
-    from jaxtrain.huggingface.saved import import_model
+    from jaxtrain.training.saved import import_model
     from sharding import processes
     from sharding.errors import ShardingError
 

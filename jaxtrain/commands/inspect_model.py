@@ -120,25 +120,18 @@ def _mesh_sizes(text: str | None) -> dict[str, int]:
 def _memory(definition: Definition, section: OptimizerSection, sizes: dict[str, int]) -> dict[str, int]:
     """Bytes of one device, each part laid out as training lays it out."""
     from jaxtrain.models.inspection import bytes_on_device
-    from jaxtrain.models.sharding_rules import parameter_shardings
-    from jaxtrain.optim.optimizer import build
-    from jaxtrain.training.context import optimizer_config
-    from jaxtrain.training.trainer import abstract_state, sharded_shapes
+    from jaxtrain.training.build import trainable_of
     from sharding.mesh import MeshSpec
-    from sharding.tree import shardings_like
 
     mesh = MeshSpec(ici=sizes).abstract(math.prod(sizes.values()))
-    settings = optimizer_config(section, head_dim=definition.config.head_dim)
-    optimizer = build(settings, sharded_shapes(definition, mesh))
-    state, where = abstract_state(definition, optimizer), parameter_shardings(definition, mesh)
-    trained = {path: where[path] for path in state.params}
-    parameters = bytes_on_device(state.params, trained)
-    moments = shardings_like(state.optimizer, state.params, trained, mesh)
+    built = trainable_of(section, definition.config, mesh)
+    state, where = built.abstract, built.placement.state
+    trained = bytes_on_device(state.params, where.params)
+    fixed = bytes_on_device({**state.frozen, **state.buffers}, {**where.frozen, **where.buffers})
     found = {
-        "parameters": parameters
-        + bytes_on_device(state.buffers, {path: where[path] for path in state.buffers}),
-        "gradients": parameters,
-        "optimizer": bytes_on_device(state.optimizer, moments),
+        "parameters": trained + fixed,
+        "gradients": trained,
+        "optimizer": bytes_on_device(state.optimizer, where.optimizer),
     }
     return found | {"total": sum(found.values())}
 

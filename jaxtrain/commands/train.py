@@ -44,10 +44,16 @@ def train(
     """
     experiment = load(config, name, overrides)
     from jaxtrain.commands.environment import environment_of
+    from jaxtrain.config import references
     from jaxtrain.config.errors import ConfigError
     from jaxtrain.config.resume import claim_run
 
-    environment_of(experiment, source=config)
+    if hasattr(experiment, "environment"):
+        environment_of(experiment, source=config)
+    try:
+        references.check(experiment)
+    except ConfigError as error:
+        fail("\n".join(f"{config}: {problem}" for problem in error.problems), status=WRONG_CONFIG)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return
@@ -71,11 +77,12 @@ def train(
 
     from importlib import import_module
 
-    from jaxtrain.training.context import Stopped
+    from jaxtrain.training.run import Stopped
     from sharding.errors import ShardingError
 
     try:
         with naming(ShardingError):
-            import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir, **options)
+            module, _, function = experiment.program.partition(":")
+            getattr(import_module(module), function)(experiment, run_dir, **options)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)

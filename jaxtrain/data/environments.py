@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtrain.config.errors import ConfigError
-from jaxtrain.config.schema import ExperimentConfig
+from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
+from jaxtrain.data.tokenizer import PROMPTS
 from rollout_bridge.rollouts.environments import registry
 from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.episodes import prompt_ids
 
 
 def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
@@ -20,3 +22,17 @@ def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
         raise ConfigError([f"environment: recipe {config.recipe!r} has none; name a source that needs none"])
     arguments = section.arguments(seed=config.seed) | options
     return registry.create(section.name, arguments)
+
+
+def check_prompts_fit(config: AsyncGrpoConfig, environment: Environment, tokenizer: Any) -> None:
+    """Raises `ConfigError` if a prompt leaves no room for an answer in a row; looks at the first ones."""
+    room = config.batch.sequence_length - config.rollouts.max_tokens
+    count = min(environment.size, PROMPTS)
+    longest = max(len(prompt_ids(tokenizer, environment.task(index))) for index in range(count))
+    if longest > room:
+        raise ConfigError(
+            [
+                f"batch.sequence_length: {config.batch.sequence_length} less rollouts.max_tokens "
+                f"{config.rollouts.max_tokens} leaves {room} tokens for a prompt, one has {longest}; raise it"
+            ]
+        )

@@ -24,9 +24,9 @@ class PackingError(ExpectedError, ValueError):
 class Document:
     """T tokens, at least one.
 
-    tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t, so that
-    of the first is never used. columns: by name, what a loss reads besides: [T, ...] for columns of inputs and
-    targets, indexed as `tokens`, or one number for the whole document.
+    tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t; that of
+    the first is never used. columns: by name, what a loss reads besides: [T, ...], indexed as `tokens`, or
+    one number for the whole document.
     """
 
     tokens: np.ndarray

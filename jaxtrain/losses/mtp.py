@@ -72,7 +72,7 @@ def draft_loss(definition: Definition, params: Params, hidden_BSD: jax.Array, ba
 def with_drafts(
     sums: LossSums, definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch
 ) -> LossSums:
-    """The same sums with the loss of MTP layers and its metric `mtp_loss`, where the model has such layers."""
+    """The same sums with the loss of MTP layers and its metric `mtp_loss`, where the model has them."""
     if not definition.config.num_nextn_predict_layers:
         return sums
     draft = draft_loss(definition, params, hidden_BSD, batch)

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from jaxtrain.training.context import Progress
+from jaxtrain.config.optimization import EvaluationSection
+from jaxtrain.training.progress import Progress
 from rollout_bridge.control import EVALUATIONS_PREFIX, STATE_KEY
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
@@ -28,7 +29,7 @@ def announce(store: Store, phase: str, progress: Progress, version: int) -> None
         state = {
             "phase": phase,
             "step": progress.step,
-            "rl_step": progress.rl_steps,
+            "rl_step": progress.of("rl").steps,
             "version": version,
             "time": time.time(),
         }
@@ -38,12 +39,11 @@ def announce(store: Store, phase: str, progress: Progress, version: int) -> None
 class Evaluations:
     """Requests for greedy answers to held-out prompts, all tokens at one exact version.
 
-    A request pins sync agents at its version until it is answered. prompts: how many, from the first.
-    timeout: seconds that `wait` waits for all answers.
+    A request pins sync agents at its version until it is answered.
     """
 
-    def __init__(self, store: Store, *, prompts: int, timeout: float) -> None:
-        self._store, self._prompts, self._timeout = store, prompts, timeout
+    def __init__(self, store: Store, section: EvaluationSection) -> None:
+        self._store, self._prompts, self._timeout = store, section.prompts, section.timeout_s
         self._renewed = 0.0
         self.renew()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import jax
 
 from jaxtrain.config.fleet import WeightSection
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.training.context import Context, Progress
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.progress import Progress
+from jaxtrain.training.run import Run
+from jaxtrain.training.state import TrainState
 from rollout_bridge import names
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
@@ -37,73 +40,54 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass
-class Publications:
-    """The publisher with the rule of contract 1: nothing until the head's step is passed, then head + 1.
+RL = "rl"  # the phase whose steps the policy counts
 
-    version: that the trainer's current weights correspond to, published or on its way; while a restart redoes
-        steps, the head's.
-    published_step: optimizer step of `version`, -1 before the first.
+
+@dataclass(frozen=True)
+class Published:
+    """A version and the optimizer step it is of; step -1 before the first."""
+
+    version: int
+    step: int
+
+
+@dataclass
+class PublishPolicy:
+    """When a version goes out, by contract 1: none until the head's step is passed, then head + 1.
+
+    head: as the start found it. last: the version that the trainer's current weights correspond to, published
+        or on its way; while a restart redoes steps, the head's.
+    rl_begins: optimizer step at which RL began.
     """
 
-    store: Store
     publisher: Publisher
     section: WeightSection
     head: Latest
-    version: int
-    published_step: int = -1
-    _last: Publication | None = None
+    last: Published
+    rl_begins: int = 0
+    _publication: Publication | None = None
 
-    @classmethod
-    def open(cls, context: Context, store: Store) -> Publications:
-        """Creates or joins the run and takes it over: any earlier trainer of it is fenced from here on."""
-        config = context.config
-        assert isinstance(config, AsyncGrpoConfig)
-        shapes = {source.name: source.shape for source in names.tensors(context.hf_config)}
-        plan = plan_for(
-            shapes,
-            architecture=context.hf_config["model_type"],
-            serving=ServingLayout(
-                tensor_parallel=config.weights.tensor_parallel,
-                data_parallel=config.weights.data_parallel,
-                expert_parallel=config.weights.expert_parallel,
-            ),
-            head_dim=context.hf_config.get("head_dim"),
-        )
-        mine = RunInfo.new(context.hf_config, plan, tokenizer=tokenizer_files(context.tokenizer_dir))
-        if processes.process_index() == 0:
-            create_or_join(store, mine)
-        processes.barrier("run.json")
-        publisher = Publisher(
-            store,
-            run=create_or_join(store, mine),
-            full_every=config.weights.full_every,
-            settings=writer_settings(config.weights),
-            retention=Retention(
-                versions=config.weights.retention_versions,
-                seconds=config.weights.retention_s,
-                every=config.weights.full_every,
-            ),
-        )
-        head = publisher.take_over().model_dump(mode="json") if processes.process_index() == 0 else None
-        head = Latest.model_validate(processes.broadcast_json(head, name="weights/latest"))
-        if processes.process_index() != 0:
-            publisher.join(head)
-        log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
-        step = head.step if head.manifest is not None else -1
-        return cls(store, publisher, config.weights, head, head.version, published_step=step)
+    @property
+    def version(self) -> int:
+        return self.last.version
+
+    def version_at(self, rl_step: int) -> int:
+        """Version that the weights will have at RL step `rl_step`; for any thread."""
+        last, every = self.last, self.section.publish_every
+        return last.version + max(0, rl_step // every - (last.step - self.rl_begins) // every)
 
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
 
-        At the head's step, checks the redo. While a publication is on its way the next one waits its turn, in
-        place of one that waits already: the trainer goes on.
+        At the head's step, checks the redo. While a publication is on its way the next one waits, in place of
+        one that waits already: the trainer goes on.
         """
-        params = {**state.params, **state.buffers}
-        if self.head.version and progress.step == self.published_step and self._last is None:
-            self._check_redo(params, progress)
+        self.rl_begins = progress.step - progress.of(RL).steps
+        redone = self.head.version and progress.step == self.last.step and self._publication is None
+        if redone:
+            self._check_redo(state.model, progress)
         elif self._due(progress):
-            self._publish(params, progress, update_rms)
+            self._publish(state.model, progress, update_rms)
 
     def _check_redo(self, params: dict[str, jax.Array], progress: Progress) -> None:
         """The head's step was trained again: says whether it gave the same bits."""
@@ -124,23 +108,19 @@ class Publications:
 
     def _due(self, progress: Progress) -> bool:
         """Whether a multiple of `publish_every` RL steps lies after the last published one, up to this."""
-        if self.published_step < 0:
-            return True
-        published = self.published_step - (progress.step - progress.rl_steps)
-        every = self.section.publish_every
-        return progress.rl_steps // every > published // every
+        return self.last.step < 0 or self.version_at(progress.of(RL).steps) > self.last.version
 
     def _publish(self, params: dict[str, jax.Array], progress: Progress, update_rms: float | None) -> None:
         rms = update_rms if self.section.publish_every == 1 else None  # of one step
-        self._last = self.publisher.publish(params, step=progress.step, update_rms=rms)
-        self.published_step, self.version = progress.step, self._last.version
+        self._publication = self.publisher.publish(params, step=progress.step, update_rms=rms)
+        self.last = Published(self._publication.version, progress.step)
 
     def finish(self, state: TrainState, progress: Progress) -> int:
         """Publishes the last weights if they are not yet; returns their version once it is durable."""
-        if progress.step > self.published_step:
-            self._publish({**state.params, **state.buffers}, progress, None)
-        if self._last is not None:
-            self._last.result()
+        if progress.step > self.last.step:
+            self._publish(state.model, progress, None)
+        if self._publication is not None:
+            self._publication.result()
         return self.version
 
     def metrics(self) -> dict[str, float]:
@@ -165,8 +145,51 @@ class Publications:
             "publish_milliseconds": counters["publish_milliseconds"],
         }
 
-    def close(self) -> None:
-        self.publisher.close()
+
+@contextmanager
+def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
+    """Creates or joins the run in the store and takes it over: any earlier trainer of it is fenced from here
+    on. Closes the publisher at the end.
+    """
+    config, hf_config = run.config, run.start.hf_config
+    assert isinstance(config, AsyncGrpoConfig)
+    shapes = {source.name: source.shape for source in names.tensors(hf_config)}
+    plan = plan_for(
+        shapes,
+        architecture=hf_config["model_type"],
+        serving=ServingLayout(
+            tensor_parallel=config.weights.tensor_parallel,
+            data_parallel=config.weights.data_parallel,
+            expert_parallel=config.weights.expert_parallel,
+        ),
+        head_dim=hf_config.get("head_dim"),
+    )
+    mine = RunInfo.new(hf_config, plan, tokenizer=tokenizer_files(run.start.tokenizer_dir))
+    first = processes.process_index() == 0
+    if first:
+        create_or_join(store, mine)
+    processes.barrier("run.json")
+    publisher = Publisher(
+        store,
+        run=create_or_join(store, mine),
+        full_every=config.weights.full_every,
+        settings=writer_settings(config.weights),
+        retention=Retention(
+            versions=config.weights.retention_versions,
+            seconds=config.weights.retention_s,
+            every=config.weights.full_every,
+        ),
+    )
+    try:
+        found = publisher.take_over().model_dump(mode="json") if first else None
+        head = Latest.model_validate(processes.broadcast_json(found, name="weights/latest"))
+        if not first:
+            publisher.join(head)
+        log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
+        last = Published(head.version, head.step if head.manifest is not None else -1)
+        yield PublishPolicy(publisher, config.weights, head, last)
+    finally:
+        publisher.close()
 
 
 def writer_settings(section: WeightSection) -> WriterSettings:

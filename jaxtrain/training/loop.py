@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.data.sources.base import BatchSpec, Interrupted, prefetching
 from jaxtrain.models.flops import Flops, training_flops
 from jaxtrain.training.phase import Phase, Stage, scheduled_values, stage_at
@@ -26,6 +27,14 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
     record, steps = progress.of(phase.name), phase.section.steps
     if record.steps >= steps:
         return state, progress
+    for later in phase.before:
+        if progress.of(later).steps:
+            raise ConfigError(
+                [
+                    f"{phase.name}.steps: {steps} is more than the {record.steps} done before {later} began; "
+                    "set it back, or start another run"
+                ]
+            )
     halt, values_at, staged = threading.Event(), scheduled_values(phase.section), None
     spec = BatchSpec(
         shape_at=phase.shape_at,
@@ -35,11 +44,11 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
     )
     with prefetching(phase.batches(spec), record.source, halt) as batches:
         while record.steps < steps:
-            started = time.perf_counter()
-            phase.before_step(progress)
             stage = stage_at(phase.stages, record.tokens)
             if staged is None or staged.stage is not stage:
                 staged = _compile(run, phase, stage)
+            started = time.perf_counter()
+            phase.before_step(progress)
             try:
                 packed = next(batches)
             except Interrupted:

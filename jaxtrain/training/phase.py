@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.optimization import BatchSection, PhaseSection, Ramp, Schedule, StageSection
 from jaxtrain.config.tokens import rate_steps
 from jaxtrain.data.batch import Column
@@ -51,8 +52,12 @@ class Phase:
     """Supervised, preference and RL phases differ in these and in nothing else (contract 6).
 
     name: in the progress and the metrics. batches: opens the data. columns: of its batches besides the
-    standard ones. stages: ascending, the first from 0 tokens. before_step: called with the progress before
-    each step. after_step: called after it, with the step's values; what it returns goes into the metrics.
+    standard ones. filled: names of the columns that the data has. stages: ascending, the first from 0 tokens.
+    before: phases that come later; once one has begun, this one cannot go on. before_step: called with the
+    progress before each step. after_step: called after it, with the step's values; what it returns goes into
+    the metrics.
+
+    Raises `ConfigError` for a column that the data does not fill.
     """
 
     name: str
@@ -60,11 +65,23 @@ class Phase:
     loss: Loss
     batches: OpenBatches
     columns: tuple[Column, ...]
+    filled: frozenset[str]
     stages: tuple[Stage, ...]
+    before: tuple[str, ...] = ()
     before_step: Callable[[Progress], None] = lambda progress: None
     after_step: Callable[[TrainState, Progress, Mapping[str, float]], Mapping[str, float]] = (
         lambda state, progress, values: {}
     )
+
+    def __post_init__(self) -> None:
+        missing = [column.name for column in self.columns if column.name not in self.filled]
+        if missing:
+            raise ConfigError(
+                [
+                    f"{self.name}.loss: reads {', '.join(missing)}, which this phase's data does not have "
+                    f"(it has {', '.join(sorted(self.filled)) or 'no further columns'}); name another loss"
+                ]
+            )
 
     def shape_at(self, tokens: int) -> BatchShape:
         """Of the batch that follows `tokens` tokens of the phase."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -18,7 +19,7 @@ from jaxtrain.models.definition import Definition
 from jaxtrain.models.sharding_rules import parameter_shardings, row_sharding
 from sharding.tree import shardings_like
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]  # of arrays, or of their shapes or shardings
 
 
 @jax.tree_util.register_dataclass

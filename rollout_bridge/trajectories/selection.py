@@ -1,8 +1,8 @@
 """What a step trains on: a pure function of what has arrived, the version and the state.
 
 In order: one copy of each group; the environment-failure filter and group recovery; the advantages of the
-valid members; the configured filters; the freshness gate; a draw that is even over length bins, oldest first. A trajectory
-is drawn once in a run (its recovery duplicates go into the same step) or dropped once.
+valid members; the configured filters; the freshness gate; a draw that is even over length bins, oldest first.
+A trajectory is drawn once in a run (its recovery duplicates go into the same step) or dropped once.
 """
 
 from __future__ import annotations

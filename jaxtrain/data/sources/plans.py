@@ -5,6 +5,7 @@ Process 0 plans; every process reads the plans and packs the same batch. Nothing
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +15,19 @@ from typing import Any
 import grain
 import numpy as np
 
+from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep, Row
+from rollout_bridge.trajectories.gate import Gate
+from rollout_bridge.trajectories.groups import Boundary
+from rollout_bridge.trajectories.plan import PlanError, discard_plans_after
 from rollout_bridge.trajectories.planner import Planner
-from rollout_bridge.trajectories.selection import Advantage
+from rollout_bridge.trajectories.selection import Advantage, Filter, SelectionSettings
+from sharding import processes
+
+log = logging.getLogger(__name__)
 
 FILL = 0.95  # of a batch's positions that a plan aims at; best-fit packing loses less than the rest
 POLL_SECONDS = 0.1
@@ -51,18 +59,60 @@ class TrainerClock:
 class Planning:
     """How plans come to be.
 
-    open_planner: in process 0, given the sleep that its waits use; None in the others. clock, ahead: step k is
-    planned once the trainer is at step k - ahead. version_at: policy version that the trainer's weights will
-    have at a step. timeout_seconds: of the wait for trajectories.
+    replayed: (MoE layers, k) of the experts that engines send and the loss replays; None if it does not.
+    version_at: policy version that the trainer's weights will have at a step; called by the planning thread.
     """
 
     store: Store
-    open_planner: Callable[[Callable[[float], None]], Planner] | None
+    config: AsyncGrpoConfig
     advantage: Advantage
+    filters: tuple[Filter, ...]
+    replayed: tuple[int, int] | None
     clock: TrainerClock
-    ahead: int
     version_at: Callable[[int], int]
-    timeout_seconds: float
+
+    def planner(self, sleep: Callable[[float], None]) -> Planner | None:
+        """In process 0 only; workers may claim prompts from then on. sleep: that its waits use."""
+        if processes.process_index() != 0:
+            return None
+        section = self.config.trajectories
+        planner = Planner(
+            self.store,
+            SelectionSettings(
+                target_tokens=self.config.rl.batch.first_tokens,
+                gate=Gate(max_lag=section.max_lag, min_fresh_fraction=section.min_fresh_fraction),
+                min_valid_fraction=section.min_valid_fraction,
+                boundary=Boundary(section.boundary),
+                length_bin_edges=length_bin_edges(self.config.batch.sequence_length, section.length_bins),
+                routed_experts=self.replayed,
+                advantage=self.advantage,
+                filters=self.filters,
+            ),
+            outstanding_groups=self.config.rollouts.outstanding_groups,
+            poll_seconds=POLL_SECONDS,
+            sleep=sleep,
+        )
+        planner.open_credits()
+        return planner
+
+
+def length_bin_edges(longest: int, bins: int) -> tuple[int, ...]:
+    """Upper edges in tokens of `bins` equal parts of [0, longest). The published number is unknown."""
+    return tuple(longest * part // bins for part in range(1, bins))
+
+
+def discard_plans(store: Store, *, after: int, trained: int) -> None:
+    """Forgets the plans of RL steps after `after`. trained: RL steps in the newest checkpoint.
+
+    Raises `PlanError` if the checkpoint has already trained one of them.
+    """
+    if after < trained - 1:
+        raise PlanError(
+            f"--discard-plans-after {after}: the newest checkpoint has trained RL steps up to {trained - 1}; "
+            f"move newer checkpoints away, or give {trained - 1} or more"
+        )
+    if processes.process_index() == 0:
+        log.warning("discarded the plans of steps %s", discard_plans_after(store, after))
 
 
 class PlannedBatches(grain.IterDataset[Packed]):
@@ -81,11 +131,13 @@ class _Iterator(grain.DatasetIterator[Packed]):
         super().__init__()
         self._planning, self._spec = planning, spec
         self._step = self._tokens = 0
-        self._planner = planning.open_planner(self._sleep) if planning.open_planner is not None else None
+        self._timeout = planning.config.trajectories.wait_timeout_s
+        self._ahead = planning.config.trajectories.plans_ahead
+        self._planner = planning.planner(self._sleep)
         self._plans = iter(
             PlanDataset(
                 planning.store,
-                timeout_seconds=planning.timeout_seconds,
+                timeout_seconds=self._timeout,
                 poll_seconds=POLL_SECONDS,
                 sleep=self._sleep,
             )
@@ -95,12 +147,12 @@ class _Iterator(grain.DatasetIterator[Packed]):
         if self._step >= self._spec.steps:
             raise StopIteration
         planning, shape = self._planning, self._spec.shape_at(self._tokens)
-        planning.clock.wait_for(self._step - planning.ahead, self._spec.interrupted)
+        planning.clock.wait_for(self._step - self._ahead, self._spec.interrupted)
         if self._planner is not None:
             self._planner.plan(
                 self._step,
                 planning.version_at(self._step),
-                timeout=planning.timeout_seconds,
+                timeout=self._timeout,
                 target_tokens=int(FILL * shape.positions),
             )
         planned = next(self._plans)
