@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from jaxtrain.quickstart.child import Child, ChildSpec, start
+from rollout_bridge.waiting import looks
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,11 @@ def _watch(children: list[Child], asked: list[signal.Signals], on_tick: Callable
 def _wait(
     children: list[Child], timeout_s: float, asked: list[signal.Signals], on_tick: Callable[[], None]
 ) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(child.running for child in children) and time.monotonic() < deadline and not asked:
+    for pause in looks(timeout_s, POLL_S):
+        if asked or not any(child.running for child in children):
+            return
         on_tick()
-        time.sleep(POLL_S)
+        time.sleep(pause)
 
 
 def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -96,9 +98,10 @@ def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], boo
     for child in children:
         if child.running:
             os.kill(child.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
-    while any(child.running for child in children) and time.monotonic() < deadline and not hurry():
-        time.sleep(POLL_S / 5)
+    for pause in looks(timeout_s, POLL_S / 5):
+        if hurry() or not any(child.running for child in children):
+            break
+        time.sleep(pause)
     for child in children:
         if child.running:
             logger.warning("%s did not stop within %.0f s of SIGTERM: killing it", child.name, timeout_s)
