@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from jaxtrain.quickstart.child import Child, ChildSpec, start
+from rollout_bridge.files import write_whole
 from rollout_bridge.waiting import looks
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,7 @@ def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], boo
 
 def write_processes(run_dir: Path, processes: dict[str, int]) -> None:
     """processes.json, replaced whole: a reader sees the old names or the new ones."""
-    path = run_dir / PROCESSES
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(run_dir / PROCESSES, json.dumps(processes, indent=2) + "\n")
 
 
 def read_processes(run_dir: Path) -> dict[str, int]:
