@@ -11,6 +11,7 @@ from jaxtrain.training.progress import Progress
 from rollout_bridge.control import EVALUATIONS_PREFIX, STATE_KEY
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
+from rollout_bridge.waiting import wait_for
 from sharding import processes
 
 log = logging.getLogger(__name__)
@@ -77,17 +78,24 @@ class Evaluations:
 
         Raises `EvaluationTimeout` naming the requests; they expire if the run is not started again.
         """
-        deadline = time.monotonic() + self._timeout
-        while unanswered := self._unanswered():
+
+        def look() -> bool | None:
+            if not self._unanswered():
+                return True
             stop()
-            if time.monotonic() > deadline:
-                raise EvaluationTimeout(
-                    f"waited {self._timeout:g} s for evaluations {', '.join(unanswered)} in "
-                    f"{self._store.url}: look whether a rollout worker runs and its engine serves the "
-                    "version asked for, or raise evaluation.timeout_s"
-                )
             self.renew()
-            time.sleep(POLL_SECONDS)
+            return None
+
+        wait_for(
+            look,
+            lambda: (
+                f"evaluations {', '.join(self._unanswered())} in {self._store.url}: look whether a rollout "
+                "worker runs and its engine serves the version asked for, or raise evaluation.timeout_s"
+            ),
+            timeout=self._timeout,
+            poll=POLL_SECONDS,
+            error=EvaluationTimeout,
+        )
 
     def _unanswered(self) -> list[str]:
         if processes.process_index() != 0:
