@@ -9,7 +9,7 @@ import yaml
 
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
 from jaxtrain.config.load import SAVED, Reader, load_config
-from jaxtrain.config.schema import Config, ExperimentConfig, as_plain
+from jaxtrain.config.schema import ExperimentConfig, as_plain
 from rollout_bridge.files import write_whole
 
 
