@@ -40,7 +40,9 @@ Overrides = Annotated[
 ]
 
 
-def load(path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False) -> ExperimentConfig:
+def load(
+    path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False
+) -> ExperimentConfig:
     """The checked config, or its problems on stderr and exit status 2.
 
     fleet: as a host reads it that has neither weights nor tokenizer: see `of_a_fleet`.

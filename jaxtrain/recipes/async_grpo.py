@@ -17,6 +17,7 @@ from jaxtrain.recipes.reinforcement import reinforcement
 from jaxtrain.recipes.sft import supervised
 from jaxtrain.training.loop import run_phase
 from jaxtrain.training.run import open_run
+from rollout_bridge.control import FINISHED, WARM_START
 from rollout_bridge.store import Store
 
 
@@ -39,7 +40,7 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
             "warm_start",
             config.warm_start,
             before=("rl",),
-            before_step=lambda progress: announce(store, "warm_start", progress, policy.version),
+            before_step=lambda progress: announce(store, WARM_START, progress, policy.version),
         )
         state, progress = run_phase(opened, state, progress, warm_start)
         opened.save(state, progress, force=True)
@@ -53,4 +54,4 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
 
         evaluations.request(policy.finish(state, progress), step=progress.of("rl").steps)
         evaluations.wait(stop=lambda: opened.stop_if_asked(state, progress))
-        announce(store, "finished", progress, policy.version)
+        announce(store, FINISHED, progress, policy.version)
