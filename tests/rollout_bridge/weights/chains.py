@@ -1,5 +1,7 @@
 """Chains of known trees, and how they break."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from rollout_bridge.store import Store
@@ -85,3 +87,14 @@ def forge(store: Store, run: RunInfo, version: int, name: str, **changes: Any) -
     latest = chain.read_latest(store)
     assert latest is not None
     store.put(LATEST_KEY, latest.model_copy(update={"manifest": forged.ref}).to_bytes())
+
+
+@contextlib.contextmanager
+def hidden(store: Store, version: int) -> Iterator[None]:
+    """The manifest of `version` is away: past it leads only a later full version, taken whole."""
+    (key,) = keys_of(store, version, "manifest.json")
+    data = store.read(key)
+    assert data is not None
+    store.delete(key)
+    yield
+    store.put(key, data)
