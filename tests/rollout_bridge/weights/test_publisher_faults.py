@@ -73,7 +73,7 @@ def test_a_publication_that_failed_before_its_manifest_may_be_tried_again(tmp_pa
     ("ending", "after"), [(".blob", False), (".blob", True), ("latest", False), ("latest", True)]
 )
 def test_after_one_failed_write_the_same_trainer_goes_on_from_what_is_durable(ending, after, tmp_path):
-    """A version whose manifest is written is one, though the move of the head failed: it is finished first."""
+    """A version whose manifest is written counts: the move of the head to it is done first."""
     store = failing_once(tmp_path.name)
     trainer = chains.chain_of(store, 2)
     reader = tiny.subscriber(store, tmp_path / "mirror")
