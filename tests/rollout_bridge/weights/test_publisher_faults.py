@@ -166,7 +166,7 @@ def test_a_manifest_that_the_store_took_and_then_refused_again_is_this_trainers(
     trainer.close()
 
 
-@pytest.mark.parametrize("pointer", ["of an earlier incarnation", "missing"])
+@pytest.mark.parametrize("pointer", ["stale", "missing"])
 def test_whatever_the_pointer_says_no_incarnation_of_a_run_is_used_twice(pointer, tmp_path):
     """run.json remembers the last one; else a trainer would write over what an earlier one has written."""
     store = tiny.open_store(tmp_path.name)

@@ -99,7 +99,7 @@ def test_a_broken_version_is_reported_as_soon_as_the_store_takes_it(tmp_path):
 
 
 @pytest.mark.parametrize("head", [2, 3])
-@pytest.mark.parametrize("lie", [{"digest": "0" * 16}, {"blobs": ()}], ids=["wrong digest", "no blobs"])
+@pytest.mark.parametrize("lie", [{"digest": "0" * 16}, {"blobs": ()}], ids=["wrong-digest", "no-blobs"])
 def test_a_digest_that_its_blobs_do_not_lead_to_is_caught_before_the_mirror_moves(lie, head, tmp_path):
     """Of version 2, whose digest is wrong, or right with no blob that says how; version 3 is as published."""
     store = tiny.open_store(tmp_path.name)
