@@ -138,6 +138,28 @@ def test_an_engine_that_failed_half_way_gets_every_tensor_again(tmp_path):
     assert ack(store)["errors"] == 2
 
 
+def test_an_engine_that_failed_after_it_took_the_new_version_gets_every_tensor_again(tmp_path):
+    """It then reports the version that the mirror holds: what it reports after a failure is not believed."""
+    store = tiny.open_store(tmp_path.name)
+    trainer = publisher(store)
+    publish(trainer, 1)
+    engine = Engine(failures={2})
+    original = engine.update
+
+    async def hasty(update):
+        engine.served = update.version
+        if engine.calls + 1 in engine.failures:
+            finish(store)
+        return await original(update)
+
+    engine.update = hasty
+    engine.on_update = lambda version: publish(trainer, 2) if version == 1 else None
+    run(SyncAgent(store, tmp_path / "mirror", engine, "a", settings=QUICK))
+    assert engine.versions == [1, 2] and engine.calls == 3
+    assert_serves(engine, store, TREES[2], tmp_path)
+    assert (ack(store)["version"], ack(store)["errors"]) == (2, 1)
+
+
 def test_an_engine_that_never_recovers_ends_the_agent_with_the_reason(tmp_path):
     store = tiny.open_store(tmp_path.name)
     publish(publisher(store), 1)

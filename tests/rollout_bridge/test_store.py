@@ -123,9 +123,28 @@ class RefusesIfMatch(Store):
         return b"" if generation not in (None, ABSENT) else super()._write(key, data, generation)
 
 
+class ReadsTheBefore(Store):
+    """A bucket behind a cache: conditions hold, but a read returns what was there before."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.before = {}
+
+    def read(self, key):
+        return self.before.get(key)
+
+    def _write(self, key, data, generation):
+        before = self.read_with_generation(key)[0]
+        moved = super()._write(key, data, generation)
+        if moved:
+            self.before[key] = before
+        return moved
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (ReadsTheBefore, "reads b'first' after b'third' was written"),
         (IgnoresConditions, "created the existing key .* again"),
         (IgnoresIfMatch, "stale generation"),
         (RefusesIfMatch, "with the current generation"),

@@ -1,7 +1,8 @@
 """The canonical tensors of one version on a host's disk, moved from version to version without a torn state.
 
 Invariants, whatever moment the process dies at:
-- after opening, the mirror is exactly one version, the one before or the one after an interrupted change;
+- after opening, and after `recover`, the mirror is exactly one version, the one before or the one after an
+  interrupted change; an error on the way leaves none until then;
 - a delta is journalled whole (absolute values) and synced before the first byte of `tensors.bin` changes;
   a journal in parts counts when the list of them is there;
 - a full version is written beside the old one and renamed over it;
@@ -10,11 +11,12 @@ Invariants, whatever moment the process dies at:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class Mirror:
             ) from error
         self._view: MirrorView | None = None
         self._spread: Spread = one_by_one
-        self._recover()
+        self.recover()
 
     @property
     def view(self) -> MirrorView:
@@ -133,14 +135,16 @@ class Mirror:
         except Exception:
             path.unlink(missing_ok=True)
             raise
-        files.write_whole(self.directory / _NEW_VERSION, json.dumps(state.to_json()), durable=True)
-        self._redo_replace()
+        with self._half_moved():
+            files.write_whole(self.directory / _NEW_VERSION, json.dumps(state.to_json()), durable=True)
+            self._redo_replace()
 
     def apply(self, state: MirrorState, changes: Iterable[TensorChange]) -> None:
         """Moves to the version of `state` by setting elements: journal, then bits, then version."""
         _ = self.view
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)
-        self._redo_journal()
+        with self._half_moved():
+            self._redo_journal()
 
     def apply_parts(self, state: MirrorState, written: Iterable[Part], spread: Spread) -> None:
         """`apply`, of a journal whose parts are being `written` by others, in this directory.
@@ -156,14 +160,27 @@ class Mirror:
             parts.remove(self.directory)
             raise
         self._spread = spread
-        self._redo_journal()
+        with self._half_moved():
+            self._redo_journal()
 
     def close(self) -> None:
         """Lets another process own the directory. The bits stay."""
         self._view = None
         self._lock.close()
 
-    def _recover(self) -> None:
+    @contextlib.contextmanager
+    def _half_moved(self) -> Iterator[None]:
+        """An error on the way from one version to the next leaves neither to be read, until `recover`."""
+        try:
+            yield
+        except Exception:
+            self._view = None
+            raise
+
+    def recover(self) -> None:
+        """Finishes what a crash or an error interrupted; nothing to do while a version is held."""
+        if self._view is not None:
+            return
         for path in self.directory.glob("*.tmp"):
             path.unlink()
         if not (self.directory / _JOURNAL).exists():

@@ -142,6 +142,7 @@ class Subscriber:
         """
         _ = self.run
         self._tell()
+        self.mirror.recover()
         failure: BrokenVersion | None = None
         for _ in range(_CACHED_MANIFESTS):
             latest = self.latest()

@@ -1,7 +1,13 @@
 """Chains of known trees, and how they break."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from rollout_bridge.store import Store
-from rollout_bridge.weights.format.manifest import Manifest
+from rollout_bridge.weights.format import chain
+from rollout_bridge.weights.format.manifest import LATEST_KEY, Manifest
+from rollout_bridge.weights.format.run import RunInfo
 from rollout_bridge.weights.write.publisher import Publisher
 from tests.rollout_bridge.weights import tiny
 
@@ -56,3 +62,39 @@ def damage(store: Store, version: int, what: str) -> None:
         store.delete(key)
     else:
         store.put(key, change(data))
+
+
+def manifests_from(store: Store, run: RunInfo, version: int) -> list[Manifest]:
+    """The manifests of the chain, from that of `version` to the head."""
+    latest = chain.read_latest(store)
+    assert latest is not None
+    ref, found = latest.manifest, []
+    while ref is not None and ref.version >= version:
+        found.append(chain.read_manifest(store, ref, run))
+        ref = found[-1].parent
+    return found[::-1]
+
+
+def forge(store: Store, run: RunInfo, version: int, name: str, **changes: Any) -> None:
+    """Changes what the manifest of `version` says of tensor `name`, and every hash that depends on it."""
+    first, *others = manifests_from(store, run, version)
+    entry = first.tensors[name].model_copy(update=changes)
+    forged = first.model_copy(update={"tensors": first.tensors | {name: entry}})
+    store.put(forged.ref.key, forged.to_bytes())
+    for manifest in others:
+        forged = manifest.model_copy(update={"parent": forged.ref})
+        store.put(forged.ref.key, forged.to_bytes())
+    latest = chain.read_latest(store)
+    assert latest is not None
+    store.put(LATEST_KEY, latest.model_copy(update={"manifest": forged.ref}).to_bytes())
+
+
+@contextlib.contextmanager
+def hidden(store: Store, version: int) -> Iterator[None]:
+    """The manifest of `version` is away: past it leads only a later full version, taken whole."""
+    (key,) = keys_of(store, version, "manifest.json")
+    data = store.read(key)
+    assert data is not None
+    store.delete(key)
+    yield
+    store.put(key, data)

@@ -160,6 +160,24 @@ class Mortal(Store):
         return result
 
 
+class FailsOnce(Store):
+    """A store whose next write to a key with this `ending` fails, before it reaches the store or after."""
+
+    ending: str | None = None
+    after = False
+
+    def fail_at(self, ending: str, *, after: bool) -> None:
+        self.ending, self.after = ending, after
+
+    def _write(self, key, data, generation):
+        if self.ending is None or not key.endswith(self.ending):
+            return super()._write(key, data, generation)
+        self.ending = None
+        if self.after:
+            super()._write(key, data, generation)
+        raise StoreError(f"store {self.url}: write of {key!r} failed: connection reset")
+
+
 class Unreachable(Store):
     """A store that fails for a while."""
 

@@ -1,5 +1,6 @@
 """Whatever breaks or dies: a reader serves one published version whole, and comes to the head again."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -8,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights.format import chain
 from rollout_bridge.weights.format.manifest import LATEST_KEY, QUARANTINE_PREFIX, BrokenVersion, Kind
 from rollout_bridge.weights.read import mirror
+from rollout_bridge.weights.read.mirror_view import MirrorError
 from tests.rollout_bridge.weights import chains, tiny
 
 
@@ -97,23 +98,24 @@ def test_a_broken_version_is_reported_as_soon_as_the_store_takes_it(tmp_path):
     trainer.close()
 
 
-def test_a_lying_digest_is_caught_before_the_mirror_moves(tmp_path):
+@pytest.mark.parametrize("head", [2, 3])
+@pytest.mark.parametrize("lie", [{"digest": "0" * 16}, {"blobs": ()}], ids=["wrong-digest", "no-blobs"])
+def test_a_digest_that_its_blobs_do_not_lead_to_is_caught_before_the_mirror_moves(lie, head, tmp_path):
+    """Of version 2, whose digest is wrong, or right with no blob that says how; version 3 is as published."""
     store = tiny.open_store(tmp_path.name)
-    chains.chain_of(store, 2)
-    reader = tiny.subscriber(store, tmp_path / "mirror")
+    trainer = chains.chain_of(store, head)
+    reader = tiny.subscriber(store, tmp_path / "mirror", verify_bytes=0)  # what is on disk is believed
     reader.advance(1)
-    latest = chain.read_latest(store)
-    assert latest is not None and latest.manifest is not None
-    manifest = chain.read_manifest(store, latest.manifest, reader.run)
-    name = next(name for name, entry in manifest.tensors.items() if entry.blobs)
-    entry = manifest.tensors[name].model_copy(update={"digest": "0" * 16})
-    lying = manifest.model_copy(update={"tensors": manifest.tensors | {name: entry}})
-    store.put(lying.ref.key, lying.to_bytes())
-    store.put(LATEST_KEY, latest.model_copy(update={"manifest": lying.ref}).to_bytes())
+    manifests = chains.manifests_from(store, reader.run, 2)
+    name = next(name for name in reader.run.tensors if all(m.tensors[name].blobs for m in manifests))
+    chains.forge(store, reader.run, 2, name, **lie)
     with pytest.raises(BrokenVersion, match="version 2"):
         reader.advance()
-    assert name in next(iter(reader.broken.values()))
+    (reason,) = reader.broken.values()
+    assert "version 2" in reason and f"tensor {name}: " in reason and "digest" in reason
+    assert reader.mirror.version == 1
     tiny.assert_holds(reader, chains.TREES[1])
+    trainer.close()
 
 
 def test_a_manifest_of_another_run_is_refused(tmp_path):
@@ -175,48 +177,62 @@ def died(reader):
     reader.mirror._lock.close()
 
 
-@pytest.mark.parametrize("moment", ["write_whole", "sync_directory", "replace", "unlink", "flush"])
+MOMENTS = {
+    "write_whole": (mirror.files, "write_whole"),
+    "sync_directory": (mirror.files, "sync_directory"),
+    "replace": (mirror.os, "replace"),
+    "unlink": (mirror.Path, "unlink"),
+    "flush": (np.memmap, "flush"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("full", [True, False])
-def test_a_reader_killed_at_any_moment_of_an_update_is_one_version_again(moment, full, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", [tiny.Killed, OSError])
+def test_a_reader_stopped_at_any_moment_of_an_update_is_one_version_again(
+    end, full, moment, tmp_path, monkeypatch
+):
+    """Killed and started again, or going on by itself after an error of the disk."""
     store = tiny.open_store(tmp_path.name)
-    chains.chain_of(store, 3, full_every=2 if full else 100)  # 3 is full, or a delta
-    owner, name = {
-        "write_whole": (mirror.files, "write_whole"),
-        "sync_directory": (mirror.files, "sync_directory"),
-        "replace": (mirror.os, "replace"),
-        "unlink": (mirror.Path, "unlink"),
-        "flush": (np.memmap, "flush"),
-    }[moment]
+    chains.chain_of(store, 3, full_every=2 if full else 100).close()  # 3 is full, or a delta
+    before = 1 if full else 2
+    owner, name = MOMENTS[moment]
     original = getattr(owner, name)
-    for count in itertools.count():  # dies at the first, second, ... call, until the update gets through
+    for count in itertools.count():  # stopped at the first, second, ... call, until the update gets through
         directory = tmp_path / f"{count}"
         reader = tiny.subscriber(store, directory)
-        reader.advance(2)
+        reader.advance(before)
         died(reader)
         reader = tiny.subscriber(store, directory)
-        lives = itertools.count(count, -1)
+        calls = itertools.count(count, -1)
 
-        def dying(*args, _lives=lives, **kwargs):
-            if next(_lives) == 0:
-                raise tiny.Killed
+        def stopping(*args, _calls=calls, **kwargs):
+            if next(_calls) == 0:
+                raise end(f"stopped at {moment}")
             return original(*args, **kwargs)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, dying)
-            try:
-                reader.advance()
-                break
-            except tiny.Killed:
+        with chains.hidden(store, 2) if full else contextlib.nullcontext():
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, stopping)
+                try:
+                    update = reader.advance()
+                    break
+                except end:
+                    pass
+            if end is tiny.Killed:
                 died(reader)
-        reopened = tiny.subscriber(store, directory)
-        assert reopened.mirror.version in (2, 3)
-        _ = reopened.run
-        tiny.assert_holds(reopened, chains.TREES[reopened.mirror.version])
-        assert reopened.mirror.verify()
-        reopened.advance()
-        tiny.assert_holds(reopened, chains.TREES[3])
-        reopened.mirror.close()
+                reader = tiny.subscriber(store, directory)
+                assert reader.mirror.version in (before, 3)
+                _ = reader.run
+                tiny.assert_holds(reader, chains.TREES[reader.mirror.version])
+                assert reader.mirror.verify()
+            reader.advance()
+        assert reader.mirror.version == 3 and not reader.broken
+        tiny.assert_holds(reader, chains.TREES[3])
+        assert reader.mirror.verify()
+        reader.mirror.close()
     assert count > 0
+    assert update is not None and (update.changed == reader.run.tensors.keys()) == full
 
 
 def test_a_damaged_journal_is_not_believed(tmp_path, monkeypatch):
@@ -248,6 +264,31 @@ def test_bits_that_rot_on_the_readers_disk_are_found_and_fetched_again(tmp_path)
     update = reader.advance()
     assert update is not None and update.version == 2
     tiny.assert_holds(reader, chains.TREES[2])
+
+
+def test_rot_in_a_tensor_that_never_changes_is_found_in_a_few_updates(tmp_path):
+    """Each update digests a third of what is held, the tensor that changed included: three get round."""
+    store = tiny.open_store(tmp_path.name)
+    tree = tiny.params()
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    trainer.publish(tiny.on_device(tree), step=0).result(300)
+    sizes = {name: spec.nbytes for name, spec in trainer.run.tensors.items()}
+    budget = max(sizes.values()) + sizes["model.norm.weight"] + sum(sizes.values()) // 3
+    reader = tiny.subscriber(store, tmp_path / "mirror", verify_bytes=budget)
+    reader.advance()
+    rotten = list(sizes)[-1]
+    assert rotten != "model.norm.weight"
+    reader.mirror.view.writable(rotten).reshape(-1)[0] ^= 1
+    with pytest.raises(MirrorError, match=rotten):
+        for number in range(1, 5):  # what version 1 has left, and one round
+            tree = tree | {"final_norm": tree["final_norm"] + 1.0}
+            trainer.publish(tiny.on_device(tree), step=number).result(300)
+            reader.advance()
+    update = reader.advance()
+    assert update is not None
+    tiny.assert_holds(reader, tree)
+    trainer.close()
 
 
 events = st.lists(

@@ -4,11 +4,13 @@ import time
 
 import pytest
 
+from rollout_bridge.store import Store
 from rollout_bridge.weights.format import run as runs
 from rollout_bridge.weights.format.chain import read_latest, read_manifest
 from rollout_bridge.weights.format.manifest import (
     QUARANTINE_PREFIX,
     VERSIONS_PREFIX,
+    Manifest,
     parse_version_key,
 )
 from rollout_bridge.weights.write.garbage import Retention, collect
@@ -119,6 +121,28 @@ def test_a_collection_that_died_is_finished_by_the_next(store, tmp_path):
     reader = tiny.subscriber(store, tmp_path / "new")
     assert reader.advance() is not None
     tiny.assert_holds(reader, TREES[8])
+
+
+def test_whenever_a_collection_dies_a_manifest_still_there_has_every_blob_it_names(store):
+    """Else a reader that finds the manifest would take the version for a broken one."""
+
+    class Watched(Store):
+        removed = 0
+
+        def delete(self, key):
+            super().delete(key)
+            self.removed += 1
+            left = set(self.list(VERSIONS_PREFIX))
+            for name in left:
+                if name.endswith("/manifest.json"):
+                    manifest = Manifest.model_validate_json(self.read(name))
+                    pieces = [p for entry in manifest.tensors.values() for p in (*entry.blobs, *entry.change)]
+                    missing = {manifest.ref.directory + piece.key for piece in pieces} - left
+                    assert not missing, f"{name} names what was removed before it: {sorted(missing)}"
+
+    watched = Watched.open(store.url, probe=False)
+    assert collect(watched, retention=keep(100)).oldest_kept == 7
+    assert watched.removed > 2 * 6  # of each of six versions a manifest and a blob at least
 
 
 def test_the_publishers_thread_removes_old_versions_and_counts_them(tmp_path):

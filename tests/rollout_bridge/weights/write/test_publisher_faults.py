@@ -44,19 +44,166 @@ def test_a_trainer_killed_at_any_write_leaves_the_old_head_or_the_new_one(write,
     restarted.close()
 
 
+def failing_once(name: str) -> tiny.FailsOnce:
+    tiny.open_store(name)
+    return tiny.FailsOnce.open(f"memory://{name}", probe=False)
+
+
 def test_a_publication_that_failed_before_its_manifest_may_be_tried_again(tmp_path):
-    store = tiny.open_store(tmp_path.name)
-    flaky = tiny.Unreachable.open(store.url, probe=False)
-    trainer = chains.chain_of(flaky, 1)
-    flaky.failing = True
-    with pytest.raises(RuntimeError, match="unreachable"):
+    store = failing_once(tmp_path.name)
+    trainer = chains.chain_of(store, 1)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    store.fail_at("manifest.json", after=False)
+    with pytest.raises(StoreError, match=r"manifest\.json' failed: connection reset"):
         chains.publish(trainer, 2)
-    flaky.failing = False
-    assert chains.publish(trainer, 3).version == 2
+    assert chains.keys_of(store, 2, ".blob") and not chains.keys_of(store, 2, "manifest.json")
+    assert trainer.head.version == 1 and reader.advance() is None
+    for number in (3, 4, 5):  # its bits never were the head's, so what changed is counted from version 1
+        manifest = chains.publish(trainer, number)
+        assert (manifest.version, manifest.kind) == (number - 1, Kind.DELTA)
+        assert reader.advance() is not None
+        tiny.assert_holds(reader, chains.TREES[number])
+    assert not reader.broken
+    trainer.close()
+
+
+# A manifest that was written though the answer was lost is left out: there only a restart goes on.
+@pytest.mark.parametrize(
+    ("ending", "after"), [(".blob", False), (".blob", True), ("latest", False), ("latest", True)]
+)
+def test_after_one_failed_write_the_same_trainer_goes_on_from_what_is_durable(ending, after, tmp_path):
+    """A version whose manifest is written counts: the move of the head to it is done first."""
+    store = failing_once(tmp_path.name)
+    trainer = chains.chain_of(store, 2)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    store.fail_at(ending, after=after)
+    with pytest.raises(StoreError, match=f"{ending}' failed: connection reset"):
+        chains.publish(trainer, 3)
+    durable = {2: 2} | ({3: 3} if ending == "latest" else {})  # version -> the tree that it holds
+    for number in (4, 5, 6):
+        manifest = chains.publish(trainer, number)
+        assert (manifest.version, manifest.kind) == (1 + max(durable), Kind.DELTA)
+        durable[manifest.version] = number
+    for version, number in sorted(durable.items())[1:]:
+        update = reader.advance(version)
+        assert update is not None and update.version == version
+        tiny.assert_holds(reader, chains.TREES[number])
+    assert not reader.broken
+    trainer.close()
+
+
+def test_a_publication_that_waits_fails_with_the_one_in_flight(tmp_path):
+    """Else whoever asks for its result waits for ever."""
+
+    class Held(Store):
+        """The first manifest is refused, as soon as it is `let`."""
+
+        refuses = True
+        let = threading.Event()
+
+        def create(self, key, data):
+            if self.refuses and key.endswith("manifest.json"):
+                assert self.let.wait(300)
+                self.refuses = False
+                raise StoreError("unreachable")
+            return super().create(key, data)
+
+    tiny.open_store(tmp_path.name)
+    store = Held.open(f"memory://{tmp_path.name}")
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    flight, waiting = (trainer.publish(tiny.on_device(chains.TREES[n]), step=n) for n in (1, 2))
+    store.let.set()
+    with pytest.raises(StoreError, match="unreachable"):
+        flight.result(300)
+    # One thread publishes: when it has done the next one, it has done all that it does for the first.
+    assert chains.publish(trainer, 3).version == 1
+    assert waiting.done()
+    with pytest.raises(StoreError, match="unreachable"):
+        waiting.result()
     reader = tiny.subscriber(store, tmp_path / "mirror")
     reader.advance()
     tiny.assert_holds(reader, chains.TREES[3])
     trainer.close()
+
+
+def test_a_manifest_that_another_wrote_is_never_taken_for_this_trainers(tmp_path):
+    store = tiny.open_store(tmp_path.name)
+    trainer = chains.chain_of(store, 1)
+    (own,) = chains.keys_of(store, 1, "manifest.json")
+    foreign = own.replace("/00000001/", "/00000002/")
+    store.put(foreign, b"of another program")
+    with pytest.raises(StoreError, match=r"exists with other content .* Restart the trainer"):
+        chains.publish(trainer, 2)
+    latest = chain.read_latest(store)
+    assert latest is not None and latest.version == 1 and store.read(foreign) == b"of another program"
+    restarted = tiny.publisher(store)
+    restarted.take_over()
+    manifest = chains.publish(restarted, 3)
+    assert (manifest.version, manifest.incarnation, manifest.kind) == (2, 2, Kind.DELTA)
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, chains.TREES[3])
+    restarted.close()
+
+
+def test_a_manifest_that_the_store_took_and_then_refused_again_is_this_trainers(tmp_path):
+    """As by a client that asks again because the answer was lost."""
+
+    class Echo(Store):
+        def create(self, key, data):
+            return super().create(key, data) and not key.endswith("manifest.json")
+
+    tiny.open_store(tmp_path.name)
+    store = Echo.open(f"memory://{tmp_path.name}")
+    trainer = chains.chain_of(store, 2)
+    assert trainer.head.version == 2
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, chains.TREES[2])
+    trainer.close()
+
+
+@pytest.mark.parametrize("pointer", ["stale", "missing"])
+def test_whatever_the_pointer_says_no_incarnation_of_a_run_is_used_twice(pointer, tmp_path):
+    """run.json remembers the last one; else a trainer would write over what an earlier one has written."""
+    store = tiny.open_store(tmp_path.name)
+    chains.chain_of(store, 1).close()
+    stale = store.read(LATEST_KEY)
+    second = chains.chain_of(store, 3)
+    second.close()
+    assert stale is not None and second.head.incarnation == 2
+    if pointer == "missing":
+        store.delete(LATEST_KEY)
+    else:
+        store.put(LATEST_KEY, stale)  # as of a backup
+    before = {key: store.read(key) for key in store.list("weights/versions/")}
+    third = tiny.publisher(store)
+    assert third.take_over().incarnation == 3
+    for number in (4, 5, 6):
+        chains.publish(third, number)
+    assert all(store.read(key) == data for key, data in before.items())
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    reader.advance()
+    tiny.assert_holds(reader, chains.TREES[6])
+    third.close()
+
+
+def test_a_restarted_trainer_cuts_the_chain_where_one_that_ran_on_does(tmp_path):
+    """What the deltas since the last full version weigh is read from the chain."""
+    stores = [tiny.open_store(f"{tmp_path.name}-{name}") for name in ("ran-on", "restarted")]
+    trainers = [chains.chain_of(store, 2, max_chain_fraction=0.5) for store in stores]
+    kinds: list[list[Kind]] = []
+    for number in range(3, 7):
+        trainers[1].close()
+        trainers[1] = tiny.publisher(stores[1], max_chain_fraction=0.5)
+        trainers[1].take_over()
+        kinds.append([chains.publish(trainer, number).kind for trainer in trainers])
+    assert [Kind.FULL, Kind.FULL] in kinds and all(one is other for one, other in kinds)
+    for trainer in trainers:
+        trainer.close()
 
 
 def test_a_failure_while_the_next_one_is_dispatched_is_not_lost(tmp_path, monkeypatch):
