@@ -135,6 +135,14 @@ class Mirror:
         journal.replace_file(self.directory / _NEW_VERSION, json.dumps(state.to_json()).encode())
         self._redo_replace()
 
+    def finish(self) -> None:
+        """Finishes a change that an error stopped half way, as opening the directory does after a crash.
+
+        For before any other use of a mirror whose last move raised: its bits may be ahead of its state.
+        """
+        if any((self.directory / name).exists() for name in (_JOURNAL, _NEW_VERSION)):
+            self._recover()
+
     def apply(self, state: MirrorState, changes: Iterable[Change]) -> None:
         """Moves to the version of `state` by setting elements: journal, then bits, then version."""
         _ = self.view
@@ -152,6 +160,7 @@ class Mirror:
             journal.sync_directory(self.directory)
             journal.write(self.directory / _JOURNAL, state.to_json() | {"parts": listed}, ())
         except Exception:
+            (self.directory / _JOURNAL).unlink(missing_ok=True)  # before what it names
             parts.remove(self.directory)
             raise
         self._spread = spread

@@ -107,6 +107,7 @@ class Subscriber:
 
     def current(self) -> Update | None:
         """The version the mirror holds, every tensor verified and listed as changed; None without one."""
+        self.mirror.finish()
         if self.mirror.state is None:
             return None
         try:
@@ -140,6 +141,7 @@ class Subscriber:
         the store fails, `MirrorError` if the disk changed what was written to it.
         """
         _ = self.run
+        self.mirror.finish()
         self._tell()
         failure: BrokenVersion | None = None
         for _ in range(_CACHED_MANIFESTS):

@@ -28,7 +28,7 @@ def plane(content: bytes) -> bytes:
 
 
 def in_planes(size: int, halves: Sequence[int], *rest: bytes) -> bytes:
-    """The update of `size` elements: `halves`, 16 * step + gap of each change, then the `rest` of the planes."""
+    """The update of `size` elements: `halves` (16 * step + gap of each change), then other planes."""
     head = bytes([PLANES]) + varint(size) + varint(len(halves)) + b"\0"  # gaps are not split
     return head + plane(bytes(halves)) + b"".join(map(plane, rest))
 
