@@ -1,8 +1,10 @@
-"""A store of which one write fails once, and everything else goes on."""
+"""Stores and disks of which one write fails once, and everything else goes on."""
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from rollout_bridge.store import Store, StoreError
@@ -38,3 +40,23 @@ class FailsOnce(Store):
         if fails:
             raise StoreError(f"store {self.url}: write of {key!r} did not finish: injected")
         return stamp
+
+
+class Renames:
+    """`os.replace`, by which every file of a mirror appears, but for call `at` (from 0): it raises `OSError`.
+
+    names: of the files so far. arrives: the file appears, and the error comes after.
+    """
+
+    def __init__(self, at: int | None = None, *, arrives: bool = False) -> None:
+        self.at, self.arrives = at, arrives
+        self.names: list[str] = []
+        self._replace = os.replace
+
+    def __call__(self, source: str | Path, target: str | Path) -> None:
+        fails = len(self.names) == self.at
+        self.names.append(Path(target).name)
+        if not fails or self.arrives:
+            self._replace(source, target)
+        if fails:
+            raise OSError(28, "No space left on device", str(target))

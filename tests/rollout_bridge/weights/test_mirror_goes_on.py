@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.weights.manifest import QUARANTINE_PREFIX
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.subscriber import Subscriber
+from tests.rollout_bridge.failing import Renames
 from tests.rollout_bridge.weights import chains, tiny
 
 # The version a reader holds, the one it moves to while a file fails, how it decodes, and the broken versions.
@@ -37,26 +39,29 @@ def published(broken: tuple[int, ...]) -> Store:
     return store
 
 
-class Renames:
-    """`os.replace`, by which every file of a mirror appears; that `number` `at` fails once."""
-
-    def __init__(self, at: int | None = None, *, arrives: bool = False) -> None:
-        self.at, self.arrives = at, arrives
-        self.names: list[str] = []
-        self._replace = os.replace
-
-    def __call__(self, source: str | Path, target: str | Path) -> None:
-        fails = len(self.names) == self.at
-        self.names.append(Path(target).name)
-        if not fails or self.arrives:
-            self._replace(source, target)
-        if fails:
-            raise OSError(28, "No space left on device", str(target))
-
-
 def close(reader: Subscriber) -> None:
     reader.close()
     reader.mirror.close()
+
+
+def reader_of(move: str, directory: Path) -> Subscriber:
+    held, _, options, broken = MOVES[move]
+    if held:
+        reader = tiny.subscriber(published(broken), directory)
+        reader.advance(held)
+        close(reader)
+    return tiny.subscriber(published(broken), directory, **options)
+
+
+@functools.cache
+def files_of(move: str) -> tuple[str, ...]:
+    """The files that appear in that move, in order, where none fails."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        reader, renames = reader_of(move, Path(directory)), Renames()
+        patch.setattr(os, "replace", renames)
+        reader.advance(MOVES[move][1])
+        close(reader)
+    return tuple(renames.names)
 
 
 @pytest.mark.parametrize("arrives", [False, True], ids=["not moved", "moved"])
@@ -64,29 +69,16 @@ def close(reader: Subscriber) -> None:
 def test_a_reader_goes_on_after_any_one_file_that_failed(
     move: str, arrives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, target, options, broken = MOVES[move]
-    store = published(broken)
-
-    def reader_at_held(name: str, renames: Renames) -> Subscriber:
-        reader = tiny.subscriber(store, tmp_path / name, **options)
-        if held:
-            reader.advance(held)
+    _, target, _, broken = MOVES[move]
+    files = files_of(move)
+    assert "version.json" in files
+    for at, name in enumerate(files):
+        reader, renames = reader_of(move, tmp_path / name), Renames(at, arrives=arrives)
         monkeypatch.setattr(os, "replace", renames)
-        return reader
-
-    counted = Renames()
-    reader = reader_at_held("counted", counted)
-    reader.advance(target)
-    monkeypatch.undo()
-    close(reader)
-    assert "version.json" in counted.names
-    for at, name in enumerate(counted.names):
-        renames = Renames(at, arrives=arrives)
-        reader = reader_at_held(name, renames)
         with pytest.raises(OSError, match="No space left"):
             reader.advance(target)
         monkeypatch.undo()
-        assert renames.names == counted.names[: at + 1]
+        assert renames.names == [*files[: at + 1]]
         for number in range(target, target + 4):
             update = reader.advance(number)
             # The move that failed may have been finished first; then nothing is newer.
@@ -98,4 +90,4 @@ def test_a_reader_goes_on_after_any_one_file_that_failed(
         again = Mirror(tmp_path / name)  # a restart finds the same
         assert again.version == target + 3 and again.verify()
         again.close()
-    assert len(store.list(QUARANTINE_PREFIX)) == len(broken)
+    assert len(published(broken).list(QUARANTINE_PREFIX)) == len(broken)
