@@ -494,7 +494,7 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     assert counts.written == groups * 4 + counts.dropped.get("duplicate", 0) and counts.pending == 0
 
 
-@pytest.mark.parametrize("arrives", [False, True], ids=["not written", "written"])
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 def test_a_worker_whose_store_failed_once_raises_and_the_next_one_loses_and_doubles_nothing(
     arrives, make_engine, environment, tokenizer
 ) -> None:

@@ -12,12 +12,12 @@ from rollout_bridge.trajectories import accounting
 from rollout_bridge.trajectories.claims import PREFIX as CLAIMS
 from rollout_bridge.trajectories.claims import Claim, ClaimBook, grant, granted
 from rollout_bridge.trajectories.log import LogReader, SegmentWriter
-from rollout_bridge.trajectories.plan import plan_steps
+from rollout_bridge.trajectories.plan import discard_plans_after, plan_steps
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.selection import SelectionSettings
 from tests.rollout_bridge.failing import FailsOnce
 
-ARRIVES = pytest.mark.parametrize("arrives", [False, True], ids=["not written", "written"])
+ARRIVES = pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 LEASE = 10.0
 
 
@@ -94,6 +94,31 @@ def test_plans_and_credits_are_those_of_a_trainer_whose_store_never_failed(arriv
         assert counts.adds_up and (counts.trained, counts.pending, counts.missing) == (16, 0, 0)
         assert granted(store) == granted(sound) == 8 + 2
     assert errors == len(keys) == 8 and sum(key.startswith("plans/") for key in keys) == 4
+
+
+@ARRIVES
+def test_plans_discarded_by_a_call_that_failed_leave_no_gap(arrives: bool, make_group) -> None:
+    """A gap would be an error at the next start; without one the same call, made again, goes on."""
+    left: list[list[int]] = []
+
+    def scene(store: Store) -> None:
+        log = Store.open(store.url, probe=False)
+        SegmentWriter(log, "w").append([row for index in range(4) for row in make_group(index)])
+        planner = Planner(
+            log, SelectionSettings(target_trajectories=2), outstanding_groups=2, sleep=lambda _: None
+        )
+        for step in range(4):
+            planner.plan(step, step, timeout=0)
+        try:
+            discard_plans_after(store, 0)
+        except StoreError:
+            left.append(plan_steps(store))
+            discard_plans_after(store, 0)
+
+    for _, store in each_write(scene, arrives=arrives):
+        assert plan_steps(store) == [0]
+    # Of steps 1 to 3 one is gone after another, from the last.
+    assert left == ([[0, 1, 2], [0, 1], [0]] if arrives else [[0, 1, 2, 3], [0, 1, 2], [0, 1]])
 
 
 @ARRIVES

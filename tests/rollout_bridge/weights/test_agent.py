@@ -417,7 +417,7 @@ def goes_on(name, directory, failing, arrives):
     return store, engine, agent
 
 
-@pytest.mark.parametrize("arrives", [False, True], ids=["not written", "written"])
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 def test_an_acknowledgement_that_failed_is_counted_and_the_agent_goes_on(arrives, tmp_path):
     """One after each of four versions and one at the end: a heartbeat that is never due adds none."""
     store, _, _ = goes_on(f"{tmp_path.name}-sound", tmp_path / "sound", None, arrives)

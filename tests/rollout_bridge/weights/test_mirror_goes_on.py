@@ -18,10 +18,10 @@ from tests.rollout_bridge.weights import chains, tiny
 
 # The version a reader holds, the one it moves to while a file fails, how it decodes, and the broken versions.
 MOVES = {
-    "first version": (0, 1, {}, ()),
+    "first-version": (0, 1, {}, ()),
     "delta": (3, 4, {}, ()),
-    "delta in parts": (3, 4, {"decoders": 2, "inline_bytes": 0}, ()),
-    "full version": (1, 3, {}, (2,)),
+    "delta-in-parts": (3, 4, {"decoders": 2, "inline_bytes": 0}, ()),
+    "full-version": (1, 3, {}, (2,)),
 }
 
 
@@ -64,10 +64,14 @@ def files_of(move: str) -> tuple[str, ...]:
     return tuple(renames.names)
 
 
-@pytest.mark.parametrize("arrives", [False, True], ids=["not moved", "moved"])
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-moved", "moved"])
 @pytest.mark.parametrize("move", MOVES)
 def test_a_reader_goes_on_after_any_one_file_that_failed(
-    move: str, arrives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    move: str,
+    arrives: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, target, _, broken = MOVES[move]
     files = files_of(move)
@@ -86,6 +90,7 @@ def test_a_reader_goes_on_after_any_one_file_that_failed(
             assert reader.mirror.version == number and reader.mirror.verify()
             tiny.assert_holds(reader, chains.TREES[number])
         assert [ref.version for ref in reader.broken] == [*broken], "no good version is called broken"
+        assert "emptied" not in caplog.text, "nothing that was held is fetched again"
         close(reader)
         again = Mirror(tmp_path / name)  # a restart finds the same
         assert again.version == target + 3 and again.verify()

@@ -17,7 +17,7 @@ from tests.rollout_bridge.weights import chains, tiny
 
 # A full version, a delta, and a full version that also says what changed: the version that fails, every how
 # many a full one comes, and the bytes of an object, so that each is several.
-VERSIONS = {"full": (1, 100, 100_000), "delta": (3, 100, 1), "full and change": (3, 2, 100_000)}
+VERSIONS = {"full": (1, 100, 100_000), "delta": (3, 100, 1), "full-and-change": (3, 2, 100_000)}
 
 
 def before(what: str, name: str) -> tuple[FailsOnce, Publisher]:
@@ -31,7 +31,7 @@ def before(what: str, name: str) -> tuple[FailsOnce, Publisher]:
 @functools.cache
 def writes_of(what: str) -> tuple[str, ...]:
     """What each write of the publication is of, counted where none fails."""
-    store, trainer = before(what, f"counted-{what.replace(' ', '-')}")
+    store, trainer = before(what, f"counted-{what}")
     store.arm(None)
     chains.publish(trainer, VERSIONS[what][0])
     trainer.close()
@@ -45,7 +45,7 @@ def advance(reader: Subscriber, trees: dict[int, int]) -> None:
         tiny.assert_holds(reader, chains.TREES[trees[reader.mirror.version]])
 
 
-@pytest.mark.parametrize("arrives", [False, True], ids=["not written", "written"])
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 @pytest.mark.parametrize("what", VERSIONS)
 def test_a_publication_goes_on_after_any_one_write_that_failed(
     what: str, arrives: bool, tmp_path: Path
