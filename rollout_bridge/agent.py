@@ -96,12 +96,13 @@ class SyncAgent:
                 try:
                     moved = await self._round(subscriber)
                     finished = not moved and await self._finished(subscriber)
+                    if finished:
+                        await self._acknowledge(subscriber)
                 except _TROUBLE as error:
                     await self._failed(error, subscriber)
                     continue
                 self._failing_since, self._failures = None, 0
                 if finished:
-                    await self._acknowledge(subscriber)
                     return
                 if not moved:
                     await asyncio.sleep(self._settings.poll)

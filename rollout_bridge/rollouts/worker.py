@@ -99,6 +99,7 @@ class RolloutWorker:
         ] = {}  # task -> (claim start, index)
         self._buffer: list[tuple[int, list[Trajectory]]] = []
         self._buffered_at = 0.0
+        self._writing: list[tuple[int, list[Trajectory]]] = []  # at the front of the buffer, maybe in the log
         self._written_groups = self._written_segments = self._evaluations = 0
 
     async def run(self, stop: asyncio.Event | None = None) -> WorkerReport:
@@ -274,7 +275,8 @@ class RolloutWorker:
             if not (everything or overdue or len(self._buffer) >= self._settings.segment_groups):
                 return
             # Removed only once durable: a failed write leaves the groups for the flush at the end.
-            batch = self._buffer[: self._settings.segment_groups]
+            # The same groups as before if that failed: where only the answer was lost, they are found there.
+            batch = self._writing = self._writing or self._buffer[: self._settings.segment_groups]
             await finished_in_thread(partial(self._write, batch))
             for start, group in batch:
                 held = self._held.get(start)
@@ -290,6 +292,7 @@ class RolloutWorker:
         """On a thread, so that a caller who is cancelled meanwhile does not write them again at the end."""
         self._writer.append([row for _, group in batch for row in group])
         del self._buffer[: len(batch)]
+        self._writing = []
         self._buffered_at = time.monotonic()
         self._written_groups += len(batch)
         self._written_segments += 1

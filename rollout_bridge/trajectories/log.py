@@ -99,6 +99,7 @@ class SegmentWriter:
     def append(self, trajectories: Sequence[Trajectory]) -> str:
         """Writes whole groups as the next segment and returns its key; durable when it returns.
 
+        After an error of the store the same call may be made again: the groups are then in the log once.
         Raises `segment.SegmentError` for a trajectory that breaks the schema, before anything is written.
         """
         for trajectory in trajectories:
@@ -110,10 +111,10 @@ class SegmentWriter:
         while True:
             key = segment_key(self.writer_id, self._sequence)
             data = segment.encode(trajectories, writer=self.writer_id, sequence=self._sequence)
+            # After an error the sequence stands: tried again, the same groups are found where they arrived.
+            written = self._store.create(key, data) or self._store.read(key) == data
             self._sequence += 1
-            if (
-                self._store.create(key, data) or self._store.read(key) == data
-            ):  # or: created, the answer got lost
+            if written:
                 return key
             logger.warning("%s exists already: another process writes as %s", key, self.writer_id)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 
@@ -17,6 +18,7 @@ from rollout_bridge.weights.format import chain
 from rollout_bridge.weights.format.manifest import QUARANTINE_PREFIX
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import MirrorError
+from tests.rollout_bridge.failing import FailsOnce, Renames
 from tests.rollout_bridge.weights import tiny
 
 TREES = [tiny.params()]
@@ -422,3 +424,48 @@ def test_acknowledgements_are_json_that_others_can_read(tmp_path):
         "agent", "version", "incarnation", "time", "updates", "pause_ms", "verified_tensors", "fallbacks",
         "setbacks", "broken_versions", "errors", "last_error",
     }  # fmt: skip
+
+
+def goes_on(name, directory, failing, arrives):
+    """(store, engine, agent) after versions 1 to 4, of which acknowledgement number `failing` failed."""
+    tiny.open_store(name)
+    store = FailsOnce.open(f"memory://{name}", probe=False)
+    trainer = publisher(store)
+    publish(trainer, 1)
+    engine = Engine()
+    engine.on_update = lambda version: publish(trainer, version + 1) if version < 4 else finish(store)
+    store.arm(failing, arrives=arrives, prefix=ACKS_PREFIX)
+    seldom = AgentSettings(poll=0.01, heartbeat=1e9, patience=300.0, retry=0.01)
+    agent = SyncAgent(store, directory, engine, "a", settings=seldom)
+    run(agent)
+    return store, engine, agent
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
+def test_an_acknowledgement_that_failed_is_counted_and_the_agent_goes_on(arrives, tmp_path):
+    """One after each of four versions and one at the end: a heartbeat that is never due adds none."""
+    store, _, _ = goes_on(f"{tmp_path.name}-sound", tmp_path / "sound", None, arrives)
+    assert len(store.keys) == 5
+    for failing in range(5):
+        directory = tmp_path / f"{failing}"
+        store, engine, agent = goes_on(f"{tmp_path.name}-{failing}", directory, failing, arrives)
+        assert engine.versions == [1, 2, 3, 4] and (agent.updates, agent.errors) == (4, 1)
+        assert "injected" in agent.last_error
+        assert len(store.keys) == (6 if failing == 4 else 5), "the last one is tried until the store takes it"
+        last = ack(store)
+        assert (last["version"], last["updates"], last["errors"]) == (4, 4, 1)
+        assert_serves(engine, store, TREES[4], directory)
+
+
+def test_a_version_file_that_failed_is_counted_and_the_agent_goes_on(tmp_path, monkeypatch):
+    """Of version 3, whose bits are then in the mirror under version 2."""
+    renames = Renames()
+    monkeypatch.setattr(os, "replace", renames)
+    goes_on(f"{tmp_path.name}-sound", tmp_path / "sound", None, False)
+    at = [place for place, name in enumerate(renames.names) if name == "version.json"][2]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "replace", Renames(at))
+    store, engine, agent = goes_on(tmp_path.name, tmp_path / "mirror", None, False)
+    assert engine.versions == [1, 2, 3, 4] and agent.errors == ack(store)["errors"] == 1
+    assert "No space left" in agent.last_error and not store.list(QUARANTINE_PREFIX)
+    assert_serves(engine, store, TREES[4], tmp_path)

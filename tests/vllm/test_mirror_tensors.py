@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +54,30 @@ def test_any_other_engine_gets_the_same_numbers_in_bf16_and_no_scales(held: Held
     assert_same(
         dict(tensors.load(tensors.names, native_fp8=False)), tiny_model.bfloat16_weights(held.tensors)
     )
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 0.0, -1.0])
+@pytest.mark.parametrize("native_fp8", [True, False])
+def test_a_scale_that_no_quantiser_makes_is_refused_by_name(
+    wrong: float, native_fp8: bool, tmp_path: Path
+) -> None:
+    """The digests of this mirror are right: the trainer itself published the scale."""
+    run = tiny_model.run_info()
+    tensors = tiny_model.random_tensors(run, 3)
+    name = next(name for name in tensors if name.endswith("weight_scale_inv"))
+    tensors[name].reshape(-1)[-1] = wrong
+    mirror = Mirror(tmp_path)
+    tiny_model.set_mirror(mirror, run, tensors, version=1)
+    assert mirror.verify() == len(tensors)
+    found = MirrorTensors(tmp_path, version=1)
+    refused = (
+        f"{name}: a scale is not a positive finite number; nothing was loaded"
+        if native_fp8
+        else f"{name.removesuffix('_scale_inv')}: scale "
+    )
+    with pytest.raises(ValueError, match=re.escape(refused)):
+        list(found.load(found.names, native_fp8=native_fp8))
+    mirror.close()
 
 
 def test_writing_to_a_tensor_does_not_reach_the_mirror(held: Held) -> None:

@@ -157,6 +157,7 @@ class Mirror:
             files.sync_directory(self.directory)
             journal.write(self.directory / _JOURNAL, state.to_json() | {"parts": listed}, ())
         except Exception:
+            (self.directory / _JOURNAL).unlink(missing_ok=True)  # before what it names
             parts.remove(self.directory)
             raise
         self._spread = spread

@@ -108,6 +108,7 @@ class Subscriber:
 
     def current(self) -> Update | None:
         """The version the mirror holds, every tensor verified and listed as changed; None without one."""
+        self.mirror.recover()
         if self.mirror.state is None:
             return None
         try:

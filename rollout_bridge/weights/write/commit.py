@@ -137,8 +137,15 @@ def create_manifest(store: Store, manifest: Manifest) -> ManifestRef:
     """Writes the manifest once. Raises `Superseded` or `StoreError` if another is in its place."""
     ref = manifest.ref
     data = manifest.to_bytes()
-    # A refusal can also be the echo of this very write, retried below after its answer was lost.
-    if not store.create(ref.key, data) and store.read(ref.key) != data:
+    try:
+        created = store.create(ref.key, data)
+    except StoreError:
+        # Only the answer may be lost. Another attempt would then find this manifest in its place.
+        if store.read(ref.key) != data:
+            raise
+        created = True
+    # A refusal can also be the echo of this very write, retried by the store's client.
+    if not created and store.read(ref.key) != data:
         current, _ = _read_pointer(store)
         if current.incarnation != manifest.incarnation:
             raise Superseded(current, incarnation=manifest.incarnation)

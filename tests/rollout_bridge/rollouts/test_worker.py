@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import os
 import signal
 import threading
@@ -24,13 +25,14 @@ from rollout_bridge.rollouts.episodes import derive_seed
 from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings
 from rollout_bridge.rollouts.rewards import Scorer
 from rollout_bridge.rollouts.worker import RolloutWorker
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.trajectories import accounting
 from rollout_bridge.trajectories.claims import ClaimBook, grant
 from rollout_bridge.trajectories.log import LogReader, read_segment
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status
 from rollout_bridge.trajectories.selection import SelectionSettings
+from tests.rollout_bridge.failing import FailsOnce
 
 SETTINGS = WorkerSettings(
     run_seed=5,
@@ -492,3 +494,75 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     assert not trained, "nothing but second copies was dropped"
     assert len({ref.trajectory_id for ref in LogReader(store).poll()}) == groups * 4
     assert counts.written == groups * 4 + counts.dropped.get("duplicate", 0) and counts.pending == 0
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
+def test_a_worker_whose_store_failed_once_raises_and_the_next_one_loses_and_doubles_nothing(
+    arrives, make_engine, environment, tokenizer
+) -> None:
+    """At each write of a claim or a segment, in the process that goes on with another worker."""
+    groups, failed = 6, set()
+    for number in itertools.count():
+        store = FailsOnce.open(f"memory://{uuid.uuid4().hex}", probe=False)
+        grant(store, groups)
+        store.arm(number, arrives=arrives)
+        now = [1000.0]
+        arguments = {"done": written(store, groups), "clock": lambda now=now: now[0]}
+        try:
+            work(store, make_engine(), environment, tokenizer, **arguments)
+        except StoreError as error:
+            assert "injected" in str(error)
+        else:
+            assert len(store.keys) <= number, "no error is swallowed"
+            break
+        failed.add(store.keys[number].partition("/")[0])
+        now[0] += SETTINGS.lease_seconds
+        claimed = ClaimBook(store, "x", count=1, lease_seconds=60, clock=lambda now=now: now[0])
+        work(store, make_engine(), environment, tokenizer, **arguments)
+        assert claimed.acquire() is None, "every claim is complete"
+        found = sorted((row.prompt_index, row.member) for row in rows(store))
+        assert found == [(index, member) for index in range(groups) for member in range(4)]
+    assert failed == {"prompts", "trajectories"}
+
+
+def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
+    store, make_engine, environment, tokenizer
+) -> None:
+    """The answer of the first segment is lost: together with another group it would be written twice."""
+
+    class InOrder(make_engine):
+        first, failing = True, asyncio.Event()
+
+        async def generate(self, requests):
+            if not self.first:
+                await self.failing.wait()
+            self.first = False
+            return await super().generate(requests)
+
+    class Slow(FailsOnce):
+        def _write(self, key, data, generation):
+            try:
+                return super()._write(key, data, generation)
+            except StoreError:
+                loop.call_soon_threadsafe(engine.failing.set)
+                deadline = time.monotonic() + PATIENCE
+                while not any(task.done() for task in list(worker._groups)):
+                    assert time.monotonic() < deadline, "no other group was finished"
+                    time.sleep(0.002)
+                raise
+
+    slow, engine = Slow.open(store.url, probe=False), InOrder()
+    grant(store, 4)
+    slow.arm(0, arrives=True, prefix="trajectories/")
+
+    async def main():
+        nonlocal loop, worker
+        loop = asyncio.get_running_loop()
+        worker = RolloutWorker(slow, engine, environment, tokenizer, SETTINGS, "w")
+        with pytest.raises(StoreError, match="injected"):
+            await asyncio.wait_for(worker.run(asyncio.Event()), PATIENCE)
+
+    loop = worker = None
+    asyncio.run(main())
+    members = sorted((row.prompt_index, row.member) for row in rows(store))
+    assert len(members) >= 8 and len(set(members)) == len(members)

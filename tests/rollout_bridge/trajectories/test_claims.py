@@ -53,6 +53,19 @@ def test_an_expired_claim_passes_on_what_no_segment_finished(store, make_group) 
     assert c.acquire()[1] == (0,)
 
 
+def test_a_claim_that_its_worker_lost_and_took_again_is_moved_by_the_second_attempt_only(store) -> None:
+    """The worker was away for longer than its lease; what it began before must not complete the claim."""
+    clock = Clock()
+    grant(store, 4)
+    a = book(store, "a", clock)
+    before, _ = a.acquire()
+    clock.now += LEASE
+    again, left = a.acquire()
+    assert left == (0, 1, 2, 3) and (again.worker, again.attempt, again.holders) == ("a", 1, ("a",))
+    assert a.renew(before) is None and a.complete(before) is None and a.release(before) is None
+    assert a.complete(again).done
+
+
 def test_renewal_keeps_a_claim_and_completion_ends_it(store) -> None:
     clock = Clock()
     grant(store, 4)
