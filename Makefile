@@ -2,6 +2,7 @@
 # make test       [ARGS="-k name"]                                      every test of seconds, a real vLLM server included
 # make faults                                                          the long fault matrices; a table in runs/faults.md
 # make proofs                                                          tests of minutes: SmolLM2, exports in vLLM, meshes
+# make mutants    [ARGS="losses"]                                       faults put into the source, each with the test that must fail
 # make lint                                                            style, import rules, types
 # make vllm       install the CPU build of vLLM;   make clean   remove what was built (runs/ stays)
 #
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart test faults proofs lint vllm clean
+.PHONY: quickstart test faults proofs mutants lint vllm clean
 
 PYTHON ?= python3
 NAME ?= quickstart
@@ -46,6 +47,9 @@ proofs: $(DEV) $(VLLM)
 
 faults: $(DEV) $(VLLM)
 	$(BIN)/python -m pytest -p tests.faults.report -m faults $(ARGS)
+
+mutants: $(DEV)
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

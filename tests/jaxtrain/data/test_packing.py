@@ -39,11 +39,18 @@ def test_every_document_is_in_the_batch_once(lengths):
         *rows,
         *(
             np.asarray(getattr(batch, n)).reshape(-1, 12)
-            for n in ("positions", "loss_weights", "versions", "advantages")
+            for n in (
+                "positions",
+                "loss_weights",
+                "versions",
+                "advantages",
+                "behavior_logprobs",
+                "temperature",
+            )
         ),
         strict=True,
     ):
-        positions, weights, versions, advantages = rest
+        positions, weights, versions, advantages, behavior, temperature = rest
         for segment in set(segments.tolist()) - {0}:
             at = segments == segment
             index = int(advantages[at][0])
@@ -55,6 +62,8 @@ def test_every_document_is_in_the_batch_once(lengths):
             np.testing.assert_array_equal(positions[at], np.arange(at.sum()))
             np.testing.assert_array_equal(weights[at], document.loss_weights[1:])
             np.testing.assert_array_equal(versions[at], document.versions[1:])
+            np.testing.assert_array_equal(behavior[at], document.behavior_logprobs[1:])
+            np.testing.assert_array_equal(temperature[at], document.temperature)
     assert sorted(found) == list(range(len(documents)))
     padding = np.asarray(batch.segment_ids) == 0
     assert not np.asarray(batch.loss_weights)[padding].any()

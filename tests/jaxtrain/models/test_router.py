@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 from jaxtrain.models.balance import sequence_balance
 from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.parameters import Buffer
 from jaxtrain.models.router import Router, Routing, correction_bias_update, expert_counts
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
@@ -30,6 +33,22 @@ def test_no_platform_rounds_the_factors_of_the_routers_product():
     products = program.count("dot_general[")
     assert products >= 2
     assert program.count("Precision.HIGHEST, Precision.HIGHEST") == products
+
+
+def test_a_correction_bias_chooses_and_does_not_weigh():
+    """Scores 3/4 and 1/2 of two experts: biases of 0 and 0.4 choose the second, and its gate is 2.5 * 1/2."""
+    config = replace(
+        ModelConfig.from_hf(HF_CONFIG | {"hidden_size": 1, "n_routed_experts": 2, "num_experts_per_tok": 1}),
+        norm_topk_prob=False,
+    )
+    router = Router(nnx.Rngs(0), config, layers=1)
+    graph, _ = nnx.split(router)
+    state = {"kernel": jnp.array([[np.log(3.0), 0.0]]), "correction_bias": jnp.array([0.0, 0.4])}
+    flat = {(name,): (Buffer if "bias" in name else nnx.Param)(value) for name, value in state.items()}
+    routing = nnx.merge(graph, nnx.from_flat_state(flat))(jnp.ones((1, 1)))
+    np.testing.assert_allclose(routing.scores, [[0.75, 0.5]], rtol=1e-6)
+    assert routing.ids.tolist() == [[1]]
+    np.testing.assert_allclose(routing.weights, [[2.5 * 0.5]], rtol=1e-6)
 
 
 def test_counts_skip_invalid_tokens():

@@ -72,6 +72,7 @@ def test_saves_at_the_interval_or_when_forced_and_keeps_the_newest(checkpointer)
     assert taken == [False, True, True, True, False]
     assert checkpointer.all_steps() == [20, 25]
     assert checkpointer.latest() == 25
+    assert checkpointer.restore(None, _tree(0)).step == 25
     restored = checkpointer.restore(20, _tree(0))
     _assert_same(restored.arrays, _tree(20))
     assert restored.data == {"step": 20}
