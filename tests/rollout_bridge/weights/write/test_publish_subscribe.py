@@ -152,7 +152,7 @@ def test_a_newer_publication_takes_the_place_of_one_that_waits(tmp_path):
     assert fourth.result(300).version == 2 and fourth.result().step == 3
     assert flight.result().stats.update_rms == 1.0 and fourth.result().stats.update_rms is None
     for overtaken, by in ((second, 2), (third, 3)):
-        with pytest.raises(Overtaken, match=f"step {overtaken.step} gave way to step {by}"):
+        with pytest.raises(Overtaken, match=f"step {overtaken.step} was replaced by step {by}"):
             overtaken.result()
     assert trainer.counters["overtaken"] == 2 and trainer.counters["published"] == 2
     reader = tiny.subscriber(store, tmp_path / "mirror")
