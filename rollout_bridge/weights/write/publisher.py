@@ -28,9 +28,10 @@ from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.format.manifest import BrokenVersion, Kind, Latest, Manifest
 from rollout_bridge.weights.format.run import RunInfo
-from rollout_bridge.weights.write import commit, device_bits, garbage
+from rollout_bridge.weights.write import commit, derivation, garbage
 from rollout_bridge.weights.write.commit import Superseded
-from rollout_bridge.weights.write.device_bits import Bits, Compaction
+from rollout_bridge.weights.write.derivation import Bits, Derivation
+from rollout_bridge.weights.write.extraction import Compaction, Extractor
 from rollout_bridge.weights.write.garbage import Retention
 from rollout_bridge.weights.write.latest_wins import LatestWins, Ticket
 from rollout_bridge.weights.write.writer import ChainWriter, WriterSettings
@@ -114,10 +115,8 @@ class Publisher:
         if tuple(sources or run.sources) != run.sources or (plan or run.plan) != run.plan:
             raise ValueError("publisher: sources or plan are not those of the run; build the run from them")
         self._writer = ChainWriter(store, run, settings or WriterSettings(), full_every=full_every)
-        self._derivation = device_bits.Derivation(run)
-        self._extractor = device_bits.Extractor(
-            self._derivation.stacks, devices=devices, compaction=compaction
-        )
+        self._derivation = Derivation(run)
+        self._extractor = Extractor(self._derivation.stacks, devices=devices, compaction=compaction)
         self._slot = LatestWins(
             self._publish_one, after=self._remove_old, replaced=self._overtaken, name="publish"
         )
@@ -207,10 +206,10 @@ class Publisher:
                 f"publisher: nothing to compare with at version {self.head.version}: nothing is published, "
                 "or its chain is broken (the log says where), and the next version will be a full one"
             )
-        return device_bits.equal(bits, baseline)
+        return derivation.equal(bits, baseline)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the publications in flight and waiting, and ends the threads. Raises an unreported error."""
+        """Waits for the publications in flight and waiting; ends the threads. Raises an unreported error."""
         try:
             self._slot.close(timeout)
         finally:
@@ -289,7 +288,7 @@ class Publisher:
         replayed = self._writer.replayed
         if self._baseline is None and replayed is not None:
             self._baseline = {
-                key: device_bits.from_host(self._derivation.stacks[key], array, replayed.tensor)
+                key: derivation.from_host(self._derivation.stacks[key], array, replayed.tensor)
                 for key, array in bits.items()
             }
             self._writer.rebase(list(self._extractor.full(self._baseline)))
