@@ -110,7 +110,7 @@ class Stages:
 def last_link(reader: Subscriber) -> Link:
     """The version that the mirror holds, as the change it came by."""
     ref = reader.mirror.view.state.ref
-    return Link(ref, read_manifest(reader.store, ref, reader.run), whole=False)
+    return Link(ref, read_manifest(reader.store, ref, reader.join()), whole=False)
 
 
 def nothing(folding: Folding) -> Part:

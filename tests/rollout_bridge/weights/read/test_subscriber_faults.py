@@ -104,7 +104,7 @@ def test_a_lying_digest_is_caught_before_the_mirror_moves(tmp_path):
     reader.advance(1)
     latest = chain.read_latest(store)
     assert latest is not None and latest.manifest is not None
-    manifest = chain.read_manifest(store, latest.manifest, reader.run)
+    manifest = chain.read_manifest(store, latest.manifest, reader.mirror.view.run)
     name = next(name for name, entry in manifest.tensors.items() if entry.blobs)
     entry = manifest.tensors[name].model_copy(update={"digest": "0" * 16})
     lying = manifest.model_copy(update={"tensors": manifest.tensors | {name: entry}})
@@ -210,7 +210,7 @@ def test_a_reader_killed_at_any_moment_of_an_update_is_one_version_again(moment,
                 died(reader)
         reopened = tiny.subscriber(store, directory)
         assert reopened.mirror.version in (2, 3)
-        _ = reopened.run
+        reopened.join()
         tiny.assert_holds(reopened, chains.TREES[reopened.mirror.version])
         assert reopened.mirror.verify()
         reopened.advance()
