@@ -98,8 +98,8 @@ def watch_mirror(moments: Moments) -> None:
                 moments.pass_by("apply")  # some bits are new, some old
             yield change
 
-    def watched_redo(self: Mirror) -> None:
-        redo(self)
+    def watched_redo(self: Mirror, *args) -> None:
+        redo(self, *args)
         moments.pass_by("applied")
 
     journal.write, journal._changes, Mirror._redo_journal = watched_write, watched_changes, watched_redo

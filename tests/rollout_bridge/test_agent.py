@@ -80,7 +80,7 @@ def ack(store, agent="a"):
 
 
 def assert_serves(engine, store, tree, tmp_path):
-    run = tiny.subscriber(store, tmp_path / "checker").run
+    run = tiny.subscriber(store, tmp_path / "checker").join()
     expected = tiny.canonical(run, tree)
     assert engine.tensors.keys() == expected.keys()
     for name, bits in expected.items():

@@ -27,18 +27,18 @@ from rollout_bridge.weights.format.chain import TensorChange
 from rollout_bridge.weights.format.run import RunInfo
 from rollout_bridge.weights.read import journal, materialize, mirror_view, parts
 from rollout_bridge.weights.read.mirror_view import MirrorError, MirrorState, MirrorView
-from rollout_bridge.weights.read.parts import Part, Setting
+from rollout_bridge.weights.read.parts import JournalPart, PartWrite
 
 logger = logging.getLogger(__name__)
 
 _LOCK, _JOURNAL = "lock", "journal.bin"
 _NEW_TENSORS, _NEW_VERSION = "tensors.new.bin", "version.new.json"
 
-Spread = Callable[[Callable[[Any], None], list[Any]], None]
+ForEach = Callable[[Callable[[Any], None], list[Any]], None]
 
 
 def one_by_one(work: Callable[[Any], None], items: list[Any]) -> None:
-    """The `Spread` of a process by itself."""
+    """The `ForEach` of one process."""
     for item in items:
         work(item)
 
@@ -63,7 +63,6 @@ class Mirror:
                 "a directory of its own"
             ) from error
         self._view: MirrorView | None = None
-        self._spread: Spread = one_by_one
         self.recover()
 
     @property
@@ -144,12 +143,12 @@ class Mirror:
         _ = self.view
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)
         with self._half_moved():
-            self._redo_journal()
+            self._redo_journal(one_by_one)
 
-    def apply_parts(self, state: MirrorState, written: Iterable[Part], spread: Spread) -> None:
-        """`apply`, of a journal whose parts are being `written` by others, in this directory.
+    def apply_parts(self, state: MirrorState, written: Iterable[JournalPart], for_each: ForEach) -> None:
+        """`apply` for a journal in parts, which other processes write into this directory.
 
-        spread: does `work` for each item of a list, anywhere on this host.
+        for_each: calls a function with each item of a list, in any process of this host.
         """
         _ = self.view
         try:
@@ -160,9 +159,8 @@ class Mirror:
             (self.directory / _JOURNAL).unlink(missing_ok=True)  # before what it names
             parts.remove(self.directory)
             raise
-        self._spread = spread
         with self._half_moved():
-            self._redo_journal()
+            self._redo_journal(for_each)
 
     def close(self) -> None:
         """Lets another process own the directory. The bits stay."""
@@ -195,7 +193,7 @@ class Mirror:
         if (self.directory / _JOURNAL).exists():
             logger.warning("mirror %s: finishing an interrupted update", self.directory)
             try:
-                self._redo_journal()
+                self._redo_journal(one_by_one)
             except journal.JournalError as error:
                 # The bits may be half changed, and what would complete them is lost.
                 logger.error("mirror %s: emptied: %s", self.directory, error)
@@ -210,14 +208,13 @@ class Mirror:
         files.sync_directory(self.directory)
         self._open()
 
-    def _redo_journal(self) -> None:
+    def _redo_journal(self, for_each: ForEach) -> None:
         if self._view is None:
             raise journal.JournalError(f"{self.directory / _JOURNAL}: belongs to a version that is not there")
         state, changes = journal.read(self.directory / _JOURNAL)
-        pieces = [Part(self.directory / name, found) for name, found in state.pop("parts", ())]
-        spread, self._spread = self._spread, one_by_one
-        spread(parts.check, pieces)  # all of them, before the first bit changes
-        spread(parts.set_bits, [Setting(piece, self.directory / mirror_view.TENSORS) for piece in pieces])
+        pieces = [JournalPart(self.directory / name, found) for name, found in state.pop("parts", ())]
+        for_each(parts.check, pieces)  # all of them, before the first bit changes
+        for_each(parts.set_bits, [PartWrite(piece, self.directory / mirror_view.TENSORS) for piece in pieces])
         for change in changes:
             self._view.writable(change.name).reshape(-1)[change.indices] = change.values
         data = self._view.data

@@ -30,7 +30,7 @@ from rollout_bridge.weights.format.manifest import (
 )
 from rollout_bridge.weights.format.run import RunError, RunInfo
 from rollout_bridge.weights.read import decoding, mirror_view, parallel, parts
-from rollout_bridge.weights.read.decoding import Batch, Folding, Place
+from rollout_bridge.weights.read.decoding import DecodeBatch, Folding, TensorPlace
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import TENSORS, MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.read.update import Update
@@ -76,7 +76,7 @@ class Subscriber:
         self.fallbacks = 0  # times a full version was taken because the chain was broken
         self.setbacks = 0  # times an engine was given an older version because the newest was out of reach
         self.broken: dict[ManifestRef, str] = {}
-        self._untold: dict[str, dict[str, Any]] = {}  # records that the store has not taken yet
+        self._unreported: dict[str, dict[str, Any]] = {}  # by key: records not in the store yet
         self._attempts = attempts
         self._verify_bytes = verify_bytes
         self._workers = parallel.Workers(decoders or parallel.default_count())
@@ -91,9 +91,8 @@ class Subscriber:
         """Ends the processes that decode; the mirror is its owner's to close."""
         self._workers.close()
 
-    @property
-    def run(self) -> RunInfo:
-        """The run of the store; binds the mirror to it. Raises `RunError` if there is none yet."""
+    def join(self) -> RunInfo:
+        """Reads the run of the store once and binds the mirror to it. Raises `RunError` if there is none."""
         if self._run is None:
             found = run.load(self.store)
             if found is None:
@@ -141,8 +140,8 @@ class Subscriber:
         Raises `BrokenVersion` if something newer is published and none of it can be reached, `StoreError` if
         the store fails, `MirrorError` if the disk changed what was written to it.
         """
-        _ = self.run
-        self._tell()
+        joined = self.join()
+        self._report()
         self.mirror.recover()
         failure: BrokenVersion | None = None
         for _ in range(_CACHED_MANIFESTS):
@@ -153,7 +152,7 @@ class Subscriber:
             if target <= (self.mirror.version or 0):  # the first version is 1
                 return None
             try:
-                return self._move(self._plan(latest, target))
+                return self._move(joined, self._plan(joined, latest, target))
             except BrokenVersion as error:
                 # Retried with the broken version known, until a good way is found or none is left.
                 if failure is not None and str(failure) == str(error):
@@ -162,18 +161,18 @@ class Subscriber:
                 self._quarantine(error)
         raise failure or RuntimeError("unreachable")
 
-    def _plan(self, latest: Latest, target: int) -> list[Link]:
+    def _plan(self, joined: RunInfo, latest: Latest, target: int) -> list[Link]:
         """Versions to apply, oldest first; ends at `target` or before the first broken one."""
         assert latest.manifest is not None and latest.full is not None
         held = self.mirror.state.ref if self.mirror.state else None
         held_version = held.version if held else 0
         try:
-            links = self._walk(latest.manifest, held)
+            links = self._walk(joined, latest.manifest, held)
         except BrokenVersion as error:
             if latest.full in self.broken or latest.full.version <= held_version:
                 raise
             self._quarantine(error)
-            links = self._walk(latest.full, held)
+            links = self._walk(joined, latest.full, held)
         while True:
             good: list[Link] = []
             for link in links:
@@ -187,16 +186,16 @@ class Subscriber:
             if first.manifest.parent is None or first.manifest.parent.version <= held_version:
                 reason = self.broken.get(first.ref, f"leads past version {target}")
                 raise BrokenVersion(first.ref, "nothing newer can be reached", reason)
-            links = self._walk(first.manifest.parent, held)
+            links = self._walk(joined, first.manifest.parent, held)
 
-    def _walk(self, head: ManifestRef, held: ManifestRef | None) -> list[Link]:
+    def _walk(self, joined: RunInfo, head: ManifestRef, held: ManifestRef | None) -> list[Link]:
         links = chain.walk(
-            self.store, head, self.run, held=held, cache=self._manifests, avoid=self.broken.keys()
+            self.store, head, joined, held=held, cache=self._manifests, avoid=self.broken.keys()
         )
         self._manifests = dict(list(self._manifests.items())[-_CACHED_MANIFESTS:])
         return links
 
-    def _move(self, links: list[Link]) -> Update:
+    def _move(self, joined: RunInfo, links: list[Link]) -> Update:
         first, last = links[0], links[-1]
         state = MirrorState(last.ref, last.manifest.step, chain.digests_of(last.manifest))
         blobs = Blobs(self.store, attempts=self._attempts)
@@ -205,7 +204,8 @@ class Subscriber:
         try:
             if first.whole:
                 changed = frozenset(state.digests)
-                self.mirror.replace(self.run, state, lambda file: self._fill(file, links, blobs))
+                fill = functools.partial(self._fill, joined, links, blobs)
+                self.mirror.replace(joined, state, fill)
                 self.fallbacks += held is not None and any(r.version > held.ref.version for r in self.broken)
             else:
                 names = [name for name in state.digests if chain.objects_of(links, name)]
@@ -223,15 +223,15 @@ class Subscriber:
         )
         return self._update(changed, len(state.digests))
 
-    def _here(self, places: list[Place]) -> bool:
+    def _here(self, places: list[TensorPlace]) -> bool:
         """Whether it is too little to start processes for."""
         return self._workers.count == 1 or sum(place.spec.nbytes for place in places) < self._inline_bytes
 
-    def _fill(self, file: Path, links: list[Link], blobs: Blobs) -> None:
+    def _fill(self, joined: RunInfo, links: list[Link], blobs: Blobs, file: Path) -> None:
         """A full version and the deltas after it, straight into the new file."""
-        specs = self.run.tensors
+        specs = joined.tensors
         offsets, _ = mirror_view.layout(specs)
-        places = [Place(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
+        places = [TensorPlace(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
         batches = self._batches_of(file, places, links, blobs)
         for _ in self._decoded(decoding.fill, batches, here=self._here(places)):
             pass
@@ -259,9 +259,10 @@ class Subscriber:
             cost=lambda folding: folding.batch.working_bytes,
             limit=self._in_flight_bytes,
         )
-        self.mirror.apply_parts(state, written, self._spread)
+        self.mirror.apply_parts(state, written, self._for_each)
 
-    def _spread(self, work: Callable[[Any], None], items: list[Any]) -> None:
+    def _for_each(self, work: Callable[[Any], None], items: list[Any]) -> None:
+        """`mirror.ForEach` by the decoding processes, several items a call."""
         share = max(1, len(items) // (_TURNS * self._workers.count))
         shares = [items[begin : begin + share] for begin in range(0, len(items), share)]
         each = functools.partial(parallel.each, work)
@@ -269,7 +270,7 @@ class Subscriber:
             pass
 
     def _decoded(
-        self, work: Callable[[Batch], _Result], batches: Iterable[Batch], *, here: bool
+        self, work: Callable[[DecodeBatch], _Result], batches: Iterable[DecodeBatch], *, here: bool
     ) -> Iterator[_Result]:
         return self._workers.in_order(
             work,
@@ -280,11 +281,11 @@ class Subscriber:
         )
 
     def _batches_of(
-        self, file: Path, places: list[Place], links: list[Link], blobs: Blobs
-    ) -> Iterator[Batch]:
+        self, file: Path, places: list[TensorPlace], links: list[Link], blobs: Blobs
+    ) -> Iterator[DecodeBatch]:
         """All of `places`, with the objects of the next ones already on their way."""
 
-        def where(place: Place) -> list[tuple[int, str, int]]:
+        def where(place: TensorPlace) -> list[tuple[int, str, int]]:
             pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
             return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
@@ -293,9 +294,9 @@ class Subscriber:
             for coming in batches[number : number + _PREFETCHED]:
                 for place in coming:
                     blobs.prefetch(chain.objects_of(links, place.name))
-            yield Batch.of(file, batch, links, blobs)
+            yield DecodeBatch.of(file, batch, links, blobs)
 
-    def _batches(self, places: list[Place]) -> Iterator[list[Place]]:
+    def _batches(self, places: list[TensorPlace]) -> Iterator[list[TensorPlace]]:
         """Neighbours that fill a batch together."""
         fair = sum(place.spec.nbytes for place in places) // (_TURNS * self._workers.count)
         limit = max(_BATCH_BYTES, min(fair, _LARGE * _BATCH_BYTES))
@@ -326,7 +327,7 @@ class Subscriber:
         """
         places = _places(view, names)
         file = view.directory / TENSORS
-        batches = [Batch(file=file, places=tuple(batch)) for batch in self._batches(places)]
+        batches = [DecodeBatch(file=file, places=tuple(batch)) for batch in self._batches(places)]
         found = self._decoded(decoding.digests, batches, here=self._here(places))
         for batch, digests in zip(batches, found, strict=True):
             for place, digest in zip(batch.places, digests, strict=True):
@@ -340,17 +341,17 @@ class Subscriber:
         logger.error("quarantined %s", error)
         record = {"agent": self.name, "what": error.what, "reason": error.reason, "time": time.time()}
         key = f"{QUARANTINE_PREFIX}{error.ref.version:08d}-{error.ref.incarnation:06d}.json"
-        self._untold[key] = record
-        self._tell()
+        self._unreported[key] = record
+        self._report()
 
-    def _tell(self) -> None:
-        """Reports what is quarantined; what the store does not take, the next time."""
+    def _report(self) -> None:
+        """Writes the quarantine records to the store. What it refuses is tried again next time."""
         try:
-            for key, record in list(self._untold.items()):
+            for key, record in list(self._unreported.items()):
                 self.store.create_json(key, record)
-                del self._untold[key]
+                del self._unreported[key]
         except StoreError as error:
-            logger.warning("%d broken versions are not reported yet: %s", len(self._untold), error)
+            logger.warning("%d broken versions are not reported yet: %s", len(self._unreported), error)
 
     def _update(self, changed: frozenset[str], verified: int) -> Update:
         state = self.mirror.view.state
@@ -365,8 +366,6 @@ class Subscriber:
         )
 
 
-def _places(view: MirrorView, names: Iterable[str]) -> list[Place]:
-    return [
-        Place(name=name, spec=view.specs[name], offset=view.offsets[name], before=view.state.digests[name])
-        for name in names
-    ]
+def _places(view: MirrorView, names: Iterable[str]) -> list[TensorPlace]:
+    specs, offsets, digests = view.specs, view.offsets, view.state.digests
+    return [TensorPlace(name=n, spec=specs[n], offset=offsets[n], before=digests[n]) for n in names]

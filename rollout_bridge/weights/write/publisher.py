@@ -11,16 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +26,14 @@ import jax
 from rollout_bridge.names import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights.format.manifest import BrokenVersion, Kind, Latest, Manifest, Stats
+from rollout_bridge.weights.format.manifest import BrokenVersion, Kind, Latest, Manifest
 from rollout_bridge.weights.format.run import RunInfo
-from rollout_bridge.weights.write import commit, device_bits, garbage
+from rollout_bridge.weights.write import commit, derivation, garbage
 from rollout_bridge.weights.write.commit import Superseded
-from rollout_bridge.weights.write.device_bits import Bits, Compaction
+from rollout_bridge.weights.write.derivation import Bits, Derivation
+from rollout_bridge.weights.write.extraction import Compaction, Extractor
 from rollout_bridge.weights.write.garbage import Retention
+from rollout_bridge.weights.write.latest_wins import LatestWins, Ticket
 from rollout_bridge.weights.write.writer import ChainWriter, WriterSettings
 
 __all__ = [
@@ -58,45 +57,29 @@ class Overtaken(RuntimeError):
     """The publication was still waiting when a newer one took its place and its version."""
 
 
+@dataclass(frozen=True)
 class Publication:
-    """One version on its way to the store. version: what it will be, if nothing before it fails."""
+    """One version on its way to the store. version: what it will be, if the one before it succeeds."""
 
-    def __init__(self, version: int, step: int) -> None:
-        self.version = version
-        self.step = step
-        self._future: Future[Manifest] = Future()
-        self._answered = False
+    version: int
+    step: int
+    ticket: Ticket[Manifest]
 
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
-        return self._future.done()
+        """Whether `result` returns or raises at once."""
+        return self.ticket.done()
 
     def result(self, timeout: float | None = None) -> Manifest:
-        """The committed manifest. Raises what went wrong, `Superseded` and `Overtaken` included, or
-        TimeoutError.
+        """The committed manifest. Raises the error of the publication (`Superseded` and `Overtaken` are two
+        of them), or TimeoutError.
         """
-        concurrent.futures.wait([self._future], timeout)
-        self._answered = self._future.done()
-        return self._future.result(0)
-
-    def settle(self, timeout: float | None = None) -> None:
-        """Waits for the end; raises what went wrong unless `result` has done so already."""
-        if not self._answered:
-            self.result(timeout)
-
-    def stats(self, timeout: float | None = None) -> Stats:
-        """Sizes of the committed version."""
-        return self.result(timeout).stats
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, if it has ended so and `result` has not said it yet."""
-        return self._future.exception() if self._future.done() and not self._answered else None
+        return self.ticket.result(timeout)
 
 
 @dataclass(frozen=True)
 class _Job:
-    publication: Publication
+    version: int
+    step: int
     bits: Bits
     nonfinite: Bits
     update_rms: float | None
@@ -132,17 +115,14 @@ class Publisher:
         if tuple(sources or run.sources) != run.sources or (plan or run.plan) != run.plan:
             raise ValueError("publisher: sources or plan are not those of the run; build the run from them")
         self._writer = ChainWriter(store, run, settings or WriterSettings(), full_every=full_every)
-        self._derivation = device_bits.Derivation(run)
-        self._extractor = device_bits.Extractor(
-            self._derivation.stacks, devices=devices, compaction=compaction
+        self._derivation = Derivation(run)
+        self._extractor = Extractor(self._derivation.stacks, devices=devices, compaction=compaction)
+        self._slot = LatestWins(
+            self._publish_one, after=self._remove_old, replaced=self._overtaken, name="publish"
         )
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self.last: Manifest | None = None
         self.counters: Counter[str] = Counter()
         self._retention = retention
-        self._lock = threading.Lock()  # of the two below
-        self._flight: Publication | None = None
-        self._queued: _Job | None = None
         self._baseline: Bits | None = None
         self._attempts = 0
         self._failed: BaseException | None = None
@@ -188,46 +168,37 @@ class Publisher:
         step: optimizer steps the parameters have seen. update_rms: of the master weights since the last
         publication, kept in the manifest.
         """
-        flight = self._flight
-        if flight is not None and (self._writer.settings.processes > 1 or flight.error):
-            self._flight = None
-            flight.settle()
+        if self._writer.settings.processes > 1:
+            self._slot.settle()
+        self._slot.raise_unreported()
         if self._failed is not None:
             raise RuntimeError("publisher: a publication failed; restart the trainer") from self._failed
-        _ = self.head
+        _ = self.head  # raises before `take_over`
         bits, nonfinite = self._derivation(params)
         self._attempts += 1
-        attempt = f"{step}-{self._attempts}"
-        with self._lock:
-            flight = self._flight
-            if flight is not None and flight.error:  # it failed while the programs were dispatched
-                self._flight = None
-                flight.settle()
-            waits = flight is not None and not flight.done()
-            before = flight.version if flight is not None and waits else self.head.version
-            publication = Publication(1 + before, step)
-            overtaken = self._queued
-            rms = None if overtaken else update_rms  # it is of fewer steps than the change then
-            job = _Job(publication, bits, nonfinite, rms, attempt)
-            if waits:
-                self._queued = job
-            else:
-                self._flight = publication
-        if not waits:
-            self._executor.submit(self._fly, job)
-        elif overtaken is not None:
-            self.counters["overtaken"] += 1
-            overtaken.publication._future.set_exception(
-                Overtaken(f"step {overtaken.publication.step} gave way to step {step} before its turn came")
+        version = 0
+
+        def make(ahead: _Job | None, replaced: _Job | None) -> _Job:
+            nonlocal version
+            version = 1 + (ahead.version if ahead else self.head.version)
+            return _Job(
+                version=version,
+                step=step,
+                bits=bits,
+                nonfinite=nonfinite,
+                update_rms=None if replaced else update_rms,  # of fewer steps than the change is then
+                attempt=f"{step}-{self._attempts}",
             )
-        return publication
+
+        ticket = self._slot.put(make)
+        return Publication(version, step, ticket)
 
     def verify_head(self, params: Mapping[str, jax.Array]) -> bool:
         """Whether `params` quantise to exactly what the head decodes to: the redo reproduced it.
 
         Raises `NothingToCompare` if there is no head, or its chain was too broken to rebuild.
         """
-        self._settle(None)
+        self._slot.settle()
         bits, _ = self._derivation(params)
         baseline = self._aligned_baseline(bits)
         if baseline is None:
@@ -235,49 +206,31 @@ class Publisher:
                 f"publisher: nothing to compare with at version {self.head.version}: nothing is published, "
                 "or its chain is broken (the log says where), and the next version will be a full one"
             )
-        return device_bits.equal(bits, baseline)
+        return derivation.equal(bits, baseline)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for what is in flight and what waits, raising an error nobody has seen; stops the thread."""
+        """Waits for the publications in flight and waiting; ends the threads. Raises an unreported error."""
         try:
-            self._settle(timeout)
+            self._slot.close(timeout)
         finally:
-            self._executor.shutdown(wait=False)
             self._writer.close()
 
-    def _settle(self, timeout: float | None) -> None:
-        with self._lock:
-            waiting = [self._flight, self._queued.publication if self._queued else None]
-        for publication in waiting:
-            if publication is not None:
-                publication.settle(timeout)
+    def _overtaken(self, waiting: _Job, newer: _Job) -> Exception:
+        self.counters["overtaken"] += 1
+        return Overtaken(f"step {waiting.step} was replaced by step {newer.step} before its turn came")
 
-    def _fly(self, job: _Job) -> None:
-        """One publication on the background thread, then the one that waits; a failure ends that one too."""
-        future = job.publication._future
-        error: BaseException | None = None
+    def _publish_one(self, job: _Job) -> Manifest:
+        """Publishes one version, on the background thread.
+
+        A failure before the manifest leaves nothing behind and the next step may try again, unless the run
+        has another owner, or there are other processes, some of which may have gone on.
+        """
         try:
-            manifest = self._publish(job)
-        except BaseException as caught:
-            # Alone, a failure before the manifest leaves nothing behind and the next step may try again;
-            # among several processes some may have moved on.
-            error = caught
+            return self._publish(job)
+        except BaseException as error:
             if self._writer.settings.processes > 1 or isinstance(error, Superseded):
                 self._failed = error
-        with self._lock:
-            following, self._queued = self._queued, None
-            if following is not None and error is None:
-                self._flight = following.publication
-            if error is None:
-                future.set_result(manifest)
-            else:
-                future.set_exception(error)
-        if error is None:
-            self._remove_old(manifest)
-            if following is not None:
-                self._executor.submit(self._fly, following)
-        elif following is not None:
-            following.publication._future.set_exception(error)
+            raise
 
     def _publish(self, job: _Job) -> Manifest:
         started = time.monotonic()
@@ -287,7 +240,7 @@ class Publisher:
         full = list(self._extractor.full(job.bits)) if begin.kind is Kind.FULL else None
         change = None
         if baseline is not None and (full is None or begin.follows):
-            change = self._writer.aside(lambda: list(self._extractor.changes(job.bits, baseline)))
+            change = self._writer.run_in_encoder(lambda: list(self._extractor.changes(job.bits, baseline)))
         part = self._writer.write(begin, full=full, change=change)
 
         def durable() -> None:
@@ -297,7 +250,7 @@ class Publisher:
             part,
             begin,
             patches=full or [] if change is None else change,
-            step=job.publication.step,
+            step=job.step,
             update_rms=job.update_rms,
             durable=durable,
         )
@@ -335,7 +288,7 @@ class Publisher:
         replayed = self._writer.replayed
         if self._baseline is None and replayed is not None:
             self._baseline = {
-                key: device_bits.from_host(self._derivation.stacks[key], array, replayed.tensor)
+                key: derivation.from_host(self._derivation.stacks[key], array, replayed.tensor)
                 for key, array in bits.items()
             }
             self._writer.rebase(list(self._extractor.full(self._baseline)))

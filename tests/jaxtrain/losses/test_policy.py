@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from jaxtrain.losses.objectives import POLICY_METRICS, policy
+
 from tests.jaxtrain.training import markov
 from tests.jaxtrain.training.markov import HIDDEN, PROBABILITIES
 

@@ -73,7 +73,7 @@ class Ring:
         return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def overtaken(self) -> int:
-        """Publications that gave way to a later one, over all starts of the trainer."""
+        """Publications that a later one replaced, over all starts of the trainer."""
         starts = [0]
         for line in (self.run_dir / FILENAME).read_text().splitlines():
             row = json.loads(line)

@@ -15,12 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from jaxtrain.data.batch import Batch
-from jaxtrain.data.packing import Document, pack
-from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.definition import define
-from jaxtrain.training.step import LossFunction, TrainState
 from jaxtrain.training.trainer import (
     Placement,
     Programs,
@@ -30,6 +24,12 @@ from jaxtrain.training.trainer import (
     state_of,
     train_step,
 )
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.packing import Document, pack
+from jaxtrain.models.config import ModelConfig
+from jaxtrain.models.definition import define
+from jaxtrain.training.step import LossFunction, TrainState
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.tiny import HF_CONFIG
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
+
 from tests.jaxtrain.training import markov
 from tests.jaxtrain.training.markov import BITS, ENTROPY, HIDDEN, PROBABILITIES
 

@@ -99,7 +99,7 @@ def canonical(run: RunInfo, tree: Mapping[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def assert_holds(subscriber: Subscriber, tree: Params) -> None:
-    expected = canonical(subscriber.run, tree)
+    expected = canonical(subscriber.mirror.view.run, tree)
     assert subscriber.mirror.view.specs.keys() == expected.keys()
     for name, bits in expected.items():
         np.testing.assert_array_equal(subscriber.mirror.tensor(name), bits, err_msg=name)

@@ -265,7 +265,7 @@ def test_arrays_of_a_blob_are_decoded_together_and_the_one_that_is_wrong_is_name
     wrong = entry.blobs[0].model_copy(update={"member": 10**6})
     tensors = link.tensors | {name: entry.model_copy(update={"blobs": (wrong,)})}
     fetched = Blobs(store)
-    changes = blobs.Changes(fetched)
+    changes = blobs.ChangeDecoder(fetched)
     lying = chain.Link(link.ref, link.model_copy(update={"tensors": tensors}), whole=False)
     olds = {each: np.zeros(tensors[each].spec.shape, tensors[each].spec.bits) for each in (name, other)}
     changes.ahead([(lying.ref, tensors[each].blobs[0], olds[each]) for each in (name, other)])

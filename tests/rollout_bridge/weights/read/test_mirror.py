@@ -50,7 +50,7 @@ def test_another_process_maps_the_same_tensors_read_only(held):
     assert (view.version, view.state.step) == (1, 11)
     index = json.loads((reader.mirror.directory / "index.json").read_bytes())
     raw = (reader.mirror.directory / index["file"]).read_bytes()
-    for name, bits in tiny.canonical(reader.run, tree).items():
+    for name, bits in tiny.canonical(reader.mirror.view.run, tree).items():
         np.testing.assert_array_equal(view.tensor(name), bits)
         entry = index["tensors"][name]
         assert raw[entry["offset"] : entry["offset"] + bits.nbytes] == bits.tobytes()
@@ -81,7 +81,7 @@ def test_a_bf16_directory_loads_in_transformers_with_exactly_the_dequantised_wei
     assert model.dtype == torch.bfloat16
     model.save_pretrained(tmp_path / "again")
     served = load_file(tmp_path / "again" / "model.safetensors")
-    expected = bfloat16(reader.run, tree)
+    expected = bfloat16(reader.mirror.view.run, tree)
     assert served.keys() == expected.keys()
     for name, bits in expected.items():
         values = served[name].to(torch.float32).numpy()
@@ -95,15 +95,16 @@ def test_an_fp8_directory_is_the_canonical_bits_with_a_quantization_config(held,
     reader, tree = held
     directory = reader.mirror.materialize(tmp_path, "fp8")
     tensors = load_file(directory / "model.safetensors")
-    expected = tiny.canonical(reader.run, tree)
+    expected = tiny.canonical(reader.mirror.view.run, tree)
     assert tensors.keys() == expected.keys()
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     for name, bits in expected.items():
         np.testing.assert_array_equal(tensors[name].view(kinds[bits.dtype.itemsize]).numpy(), bits)
-    quantized = next(n for n, chosen in reader.run.plan.formats.items() if chosen is Format.fp8_block)
+    plan = reader.mirror.view.run.plan
+    quantized = next(n for n, chosen in plan.formats.items() if chosen is Format.fp8_block)
     assert tensors[quantized].dtype == torch.float8_e4m3fn
     config = json.loads((directory / "config.json").read_text())
-    assert config["quantization_config"] == reader.run.plan.hf_quantization_config()
+    assert config["quantization_config"] == plan.hf_quantization_config()
     assert config["architectures"] == [names.architecture(tiny.CONFIG)]
 
 
@@ -113,8 +114,8 @@ def test_a_directory_is_stamped_immutable_and_made_once(held, tmp_path):
     stamp = materialize.read_stamp(directory)
     assert stamp is not None
     assert (stamp["version"], stamp["incarnation"], stamp["step"]) == (1, 1, 11)
-    assert stamp["run_id"] == reader.run.run_id
-    assert (directory / "tokenizer.json").read_text() == reader.run.tokenizer["tokenizer.json"]
+    assert stamp["run_id"] == reader.mirror.view.run.run_id
+    assert (directory / "tokenizer.json").read_text() == reader.mirror.view.run.tokenizer["tokenizer.json"]
     assert all(path.stat().st_mode & 0o222 == 0 for path in directory.iterdir())
     before = (directory / "model.safetensors").stat()
     assert reader.mirror.materialize(tmp_path, "bf16") == directory

@@ -106,9 +106,9 @@ def test_a_digest_that_its_blobs_do_not_lead_to_is_caught_before_the_mirror_move
     trainer = chains.chain_of(store, head)
     reader = tiny.subscriber(store, tmp_path / "mirror", verify_bytes=0)  # what is on disk is believed
     reader.advance(1)
-    manifests = chains.manifests_from(store, reader.run, 2)
-    name = next(name for name in reader.run.tensors if all(m.tensors[name].blobs for m in manifests))
-    chains.forge(store, reader.run, 2, name, **lie)
+    manifests = chains.manifests_from(store, reader.join(), 2)
+    name = next(name for name in reader.join().tensors if all(m.tensors[name].blobs for m in manifests))
+    chains.forge(store, reader.join(), 2, name, **lie)
     with pytest.raises(BrokenVersion, match="version 2"):
         reader.advance()
     (reason,) = reader.broken.values()
@@ -223,7 +223,7 @@ def test_a_reader_stopped_at_any_moment_of_an_update_is_one_version_again(
                 died(reader)
                 reader = tiny.subscriber(store, directory)
                 assert reader.mirror.version in (before, 3)
-                _ = reader.run
+                reader.join()
                 tiny.assert_holds(reader, chains.TREES[reader.mirror.version])
                 assert reader.mirror.verify()
             reader.advance()
@@ -232,7 +232,7 @@ def test_a_reader_stopped_at_any_moment_of_an_update_is_one_version_again(
         assert reader.mirror.verify()
         reader.mirror.close()
     assert count > 0
-    assert update is not None and (update.changed == reader.run.tensors.keys()) == full
+    assert update is not None and (update.changed == reader.join().tensors.keys()) == full
 
 
 def test_a_damaged_journal_is_not_believed(tmp_path, monkeypatch):

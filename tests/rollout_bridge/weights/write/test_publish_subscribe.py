@@ -14,7 +14,7 @@ from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import scale_name
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.format.manifest import Kind
-from rollout_bridge.weights.write import device_bits, encoder
+from rollout_bridge.weights.write import encoder, extraction
 from rollout_bridge.weights.write.publisher import Compaction, Overtaken
 from tests.rollout_bridge.weights import tiny
 
@@ -152,7 +152,7 @@ def test_a_newer_publication_takes_the_place_of_one_that_waits(tmp_path):
     assert fourth.result(300).version == 2 and fourth.result().step == 3
     assert flight.result().stats.update_rms == 1.0 and fourth.result().stats.update_rms is None
     for overtaken, by in ((second, 2), (third, 3)):
-        with pytest.raises(Overtaken, match=f"step {overtaken.step} gave way to step {by}"):
+        with pytest.raises(Overtaken, match=f"step {overtaken.step} was replaced by step {by}"):
             overtaken.result()
     assert trainer.counters["overtaken"] == 2 and trainer.counters["published"] == 2
     reader = tiny.subscriber(store, tmp_path / "mirror")
@@ -206,8 +206,8 @@ def test_eight_devices_publish_the_same_bits_and_digests_as_one(axis_type, tmp_p
 
 
 def test_changes_picked_out_on_the_device_are_those_found_on_the_host(tmp_path, monkeypatch):
-    monkeypatch.setattr(device_bits, "_CHUNK_ELEMENTS", 3000)  # two chunks of the largest stack
-    monkeypatch.setattr(device_bits, "_SMALL_ELEMENTS", 1600)
+    monkeypatch.setattr(extraction, "_CHUNK_ELEMENTS", 3000)  # two chunks of the largest stack
+    monkeypatch.setattr(extraction, "_SMALL_ELEMENTS", 1600)
     kinds = (Compaction.HOST, Compaction.DEVICE)
     stores = [tiny.open_store(f"{tmp_path.name}-{kind}") for kind in kinds]
     made = [tiny.publisher(store, compaction=kind) for store, kind in zip(stores, kinds, strict=True)]
