@@ -161,13 +161,6 @@ MUTANTS = (
         test=f"{READER}[delta-not-moved]",
     ),
     Mutant(
-        name="an-agent-does-not-finish-a-move-that-failed",
-        file=SUBSCRIBER,
-        old="        self.mirror.finish()\n        self._tell()\n",
-        new="        self._tell()\n",
-        test=f"{AGENTS}::test_a_version_file_that_failed_is_counted_and_the_agent_goes_on",
-    ),
-    Mutant(
         name="a-journal-is-left-whose-parts-are-removed",
         file=MIRROR,
         old="            (self.directory / _JOURNAL).unlink(missing_ok=True)  # before what it names\n",
@@ -213,19 +206,6 @@ MUTANTS = (
         file=WORKER,
         old="self._writing = self._writing or self._buffer[",
         new="self._writing = self._buffer[",
-        test=f"{WORKERS}::test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own",
-    ),
-    Mutant(
-        name="a-worker-drops-the-groups-of-a-segment-that-failed",
-        file=WORKER,
-        old="""\
-        self._writer.append([row for _, group in batch for row in group])
-        del self._buffer[: len(batch)]
-""",
-        new="""\
-        del self._buffer[: len(batch)]
-        self._writer.append([row for _, group in batch for row in group])
-""",
         test=f"{WORKERS}::test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own",
     ),
     Mutant(
@@ -277,14 +257,14 @@ MUTANTS = (
         file="rollout_bridge/store.py",
         old="return found is None and self.swap(key, data, generation)",
         new="return self.swap(key, data, generation)",
-        test="tests/rollout_bridge/test_store.py::test_create_happens_once",
+        test=f"{TRAJECTORIES}/test_log.py::test_two_writers_with_one_id_overwrite_nothing",
     ),
     Mutant(
         name="a-claim-is-complete-before-its-last-segment",
         file=WORKER,
         old="if not held.todo and not held.open:",
         new="if not held.todo:",
-        test=f"{WORKERS}::test_no_trajectory_is_lost_or_trained_twice_when_workers_die",
+        test=f"{WORKERS}::test_a_claim_is_complete_no_sooner_than_all_of_it_is_written",
     ),
     Mutant(
         name="bytes-after-the-end-of-a-stream",

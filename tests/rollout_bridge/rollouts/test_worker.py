@@ -127,6 +127,26 @@ def test_it_ends_when_the_trainer_has_finished_and_releases_its_claims(
     )
 
 
+def test_a_claim_is_complete_no_sooner_than_all_of_it_is_written(
+    store, make_engine, environment, tokenizer
+) -> None:
+    """Of two groups both are begun and one is never answered: it is given to the next worker."""
+
+    class Once(make_engine):
+        calls = 0
+
+        async def generate(self, requests):
+            self.calls += 1
+            if self.calls > 1:
+                await asyncio.Event().wait()
+            return await super().generate(requests)
+
+    grant(store, 2)
+    work(store, Once(), environment, tokenizer, written(store, 1))
+    taken = ClaimBook(store, "x", count=4, lease_seconds=60).acquire()
+    assert taken is not None and taken[1] == (1,)
+
+
 def test_sigterm_flushes_and_ends(store, engine, environment, tokenizer) -> None:
     grant(store, 1)
     options = replace(SETTINGS, segment_groups=9, flush_seconds=600.0)
@@ -525,10 +545,11 @@ def test_a_worker_whose_store_failed_once_raises_and_the_next_one_loses_and_doub
     assert failed == {"prompts", "trajectories"}
 
 
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
-    store, make_engine, environment, tokenizer
+    arrives, store, make_engine, environment, tokenizer
 ) -> None:
-    """The answer of the first segment is lost: together with another group it would be written twice."""
+    """The first segment is written at the end; with another group in it, it could be in the log twice."""
 
     class InOrder(make_engine):
         first, failing = True, asyncio.Event()
@@ -553,7 +574,7 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
 
     slow, engine = Slow.open(store.url, probe=False), InOrder()
     grant(store, 4)
-    slow.arm(0, arrives=True, prefix="trajectories/")
+    slow.arm(0, arrives=arrives, prefix="trajectories/")
 
     async def main():
         nonlocal loop, worker
@@ -566,3 +587,4 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     asyncio.run(main())
     members = sorted((row.prompt_index, row.member) for row in rows(store))
     assert len(members) >= 8 and len(set(members)) == len(members)
+    assert members[:4] == [(0, member) for member in range(4)]
