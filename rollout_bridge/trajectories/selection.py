@@ -25,7 +25,8 @@ class SelectionSettings:
     target_trajectories: slots a step has, exactly; or target_tokens: most tokens (prompts included) of a
         step, which is full when the next one drawn no longer fits. One of the two.
     min_valid_fraction, boundary: smallest part of a group that must be valid for the rest to be used.
-    drop_no_signal: drop groups whose rewards are all equal: their advantages are 0.
+    drop_no_signal: drop groups whose rewards are all equal (their advantages are 0) instead of training on
+        them.
     routed_experts: (MoE layers, k) that replayed experts must have; a trajectory with others is dropped, one
         without any is not. None: nothing is replayed.
     divide_by_std: GRPO's original normalisation instead of the plain group-mean baseline.
