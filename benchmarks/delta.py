@@ -257,7 +257,7 @@ def read(blob: bytes, olds: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays after the updates of `write`: decoded and applied to a copy."""
     results = []
     for old, change in zip(olds, delta.decode_many(blob, olds), strict=True):
-        if isinstance(change, delta.Dense):
+        if isinstance(change, delta.DenseChange):
             results.append(change.values)
             continue
         new = old.copy()

@@ -51,7 +51,7 @@ from rollout_bridge.weights.read import subscriber
 from rollout_bridge.weights.read.decoding import Folding
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import TENSORS
-from rollout_bridge.weights.read.parts import Part
+from rollout_bridge.weights.read.parts import JournalPart
 from rollout_bridge.weights.read.subscriber import Subscriber
 from rollout_bridge.weights.write.publisher import Publisher, WriterSettings
 
@@ -113,8 +113,8 @@ def last_link(reader: Subscriber) -> Link:
     return Link(ref, read_manifest(reader.store, ref, reader.join()), whole=False)
 
 
-def nothing(folding: Folding) -> Part:
-    return Part(folding.path, "")
+def nothing(folding: Folding) -> JournalPart:
+    return JournalPart(folding.path, "")
 
 
 def hand_out(reader: Subscriber, links: list[Link], batches: int = 400) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Codec of weight updates: (old bits, new bits) -> bytes -> new bits. Pure, lossless, no I/O."""
 
-from rollout_bridge.delta.change import ArrayChange, Dense, SparseChange
+from rollout_bridge.delta.change import ArrayChange, DenseChange, SparseChange
 from rollout_bridge.delta.classes import ClassRanks
 from rollout_bridge.delta.codec import (
     decode,
@@ -19,7 +19,7 @@ from rollout_bridge.delta.reference import conditional_entropy_bytes, conditiona
 __all__ = [
     "ArrayChange",
     "ClassRanks",
-    "Dense",
+    "DenseChange",
     "DeltaError",
     "Group",
     "SparseChange",

@@ -18,7 +18,7 @@ class SparseChange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class DenseChange:
     """All new values of an array, in its shape."""
 
     values: np.ndarray

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import places, planes, stream
-from rollout_bridge.delta.change import Dense, SparseChange
+from rollout_bridge.delta.change import DenseChange, SparseChange
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader, inflate, varint
@@ -161,7 +161,7 @@ def decode(blob: bytes, old: np.ndarray) -> np.ndarray:
     may go unseen: a caller checks the digest of the result.
     """
     found = _read(blob, old)
-    if isinstance(found, Dense):
+    if isinstance(found, DenseChange):
         return found.values
     new = np.array(old, order="C")
     flat = new.reshape(-1)
@@ -170,14 +170,14 @@ def decode(blob: bytes, old: np.ndarray) -> np.ndarray:
     return new
 
 
-def decode_sparse(blob: bytes, old: np.ndarray) -> SparseChange | Dense:
+def decode_sparse(blob: bytes, old: np.ndarray) -> SparseChange | DenseChange:
     """The update of `old` as the elements that change, or as all values when it was kept so. Errors as
     `decode`.
 
     Memory is bounded by a small multiple of the array, whatever the blob says.
     """
     found = _read(blob, old)
-    return found if isinstance(found, Dense) else SparseChange(*places.ascending(*found, old.size))
+    return found if isinstance(found, DenseChange) else SparseChange(*places.ascending(*found, old.size))
 
 
 def decode_full(blob: bytes, shape: tuple[int, ...], dtype: np.dtype | type | str) -> np.ndarray:
@@ -202,11 +202,11 @@ def _likely_bytes(new: np.ndarray, preset: str) -> int:
     return len(encode_full(sample, preset=preset)) * new.size // sample.size
 
 
-def _read(blob: bytes, old: np.ndarray) -> Dense | tuple[list[np.ndarray], list[np.ndarray]]:
+def _read(blob: bytes, old: np.ndarray) -> DenseChange | tuple[list[np.ndarray], list[np.ndarray]]:
     """All new values, or the (ascending indices, new values) of each class of elements."""
     mode, flags, reader = _open(blob, old.size, _checked_dtype(old.dtype))
     if mode is _Mode.full:
-        return Dense(_read_full(reader, old.shape, old.dtype))
+        return DenseChange(_read_full(reader, old.shape, old.dtype))
     if mode is _Mode.unchanged:
         reader.end()
         return [np.empty(0, np.int64)], [np.empty(0, old.dtype)]

@@ -197,7 +197,7 @@ def _places(
     sizes: np.ndarray,
     *,
     wide: bool,
-) -> tuple[places.Places, np.ndarray]:
+) -> tuple[places.ClassChanges, np.ndarray]:
     """(places, changes int64[classes, arrays]) of `indices` into the arrays end to end.
 
     Ranks are inside the class of one array.
@@ -235,7 +235,7 @@ def _places(
         class_sizes, in_class = np.array([sizes.sum()]), indices - starts[owner]
     of_both = of_class.astype(np.int64) * sizes.size + owner
     counts = np.bincount(of_both, minlength=class_sizes.size * sizes.size).reshape(-1, sizes.size)
-    return places.Places(start, mask, class_sizes, counts.sum(axis=1), steps[order], in_class), counts
+    return places.ClassChanges(start, mask, class_sizes, counts.sum(axis=1), steps[order], in_class), counts
 
 
 def _gaps(ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:

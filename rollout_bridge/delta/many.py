@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_bridge.delta import codec, group
-from rollout_bridge.delta.change import ArrayChange, Dense, SparseChange
+from rollout_bridge.delta.change import ArrayChange, DenseChange, SparseChange
 from rollout_bridge.delta.classes import ClassRanks, fine_classes
 from rollout_bridge.delta.errors import DeltaError
 from rollout_bridge.delta.octets import Reader, varint
@@ -103,7 +103,7 @@ def encode_many(changes: Sequence[ArrayChange], *, preset: str = "small") -> byt
     return head + b"".join(varint(len(blob)) + blob for blob in blobs)
 
 
-def decode_many(blob: bytes, olds: Sequence[np.ndarray]) -> list[SparseChange | Dense]:
+def decode_many(blob: bytes, olds: Sequence[np.ndarray]) -> list[SparseChange | DenseChange]:
     """The updates of an `encode_many` blob, one for each of `olds`, in order. Raises DeltaError as `decode`
     does.
     """
@@ -122,7 +122,7 @@ def decode_many(blob: bytes, olds: Sequence[np.ndarray]) -> list[SparseChange | 
             groups.append([])
         if number:
             groups[number - 1].append(place)
-    result: list[SparseChange | Dense] = [
+    result: list[SparseChange | DenseChange] = [
         SparseChange(np.empty(0, np.int64), np.empty(0, old.dtype)) for old in olds
     ]
     for members in groups:

@@ -28,7 +28,7 @@ _TIME_SHARE = 0.004  # part of a large update that telling one more class apart 
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class ClassChanges:
     """Changed elements class after class.
 
     start, mask: what describes the partition. sizes, moved: elements of each class, and those that change.
@@ -60,20 +60,20 @@ class Places:
         return gaps
 
 
-def of_whole(indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, size: int) -> Places:
+def of_whole(indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, size: int) -> ClassChanges:
     """One class: positions are the flat `indices` themselves."""
     steps = symbols.steps_between(old_values, new_values)
-    return Places(0, 0, np.array([size]), np.array([indices.size]), steps, indices)
+    return ClassChanges(0, 0, np.array([size]), np.array([indices.size]), steps, indices)
 
 
-def of_ranks(old_values: np.ndarray, new_values: np.ndarray, ranks: classes.ClassRanks) -> Places:
+def of_ranks(old_values: np.ndarray, new_values: np.ndarray, ranks: classes.ClassRanks) -> ClassChanges:
     """All classes, from where a writer says that the changed elements stand in them."""
     fine = classes.fine_classes(old_values, ranks.start)
     order = np.argsort(fine, kind="stable")
     moved = np.bincount(fine, minlength=classes.CLASSES)
     in_class = np.asarray(ranks.ranks, np.int64)[order]
     steps = symbols.steps_between(old_values, new_values)[order]
-    return Places(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, steps, in_class)
+    return ClassChanges(ranks.start, classes.ALL_CLASSES, ranks.sizes, moved, steps, in_class)
 
 
 class Effort(enum.Enum):
@@ -85,7 +85,7 @@ class Effort(enum.Enum):
 
 def by_class(
     indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray, old: np.ndarray, effort: Effort
-) -> Places:
+) -> ClassChanges:
     """The changes under the partition that makes the update of flat `old` smallest.
 
     A large array is told apart more finely only where that saves enough to be worth the time.
@@ -121,7 +121,7 @@ def by_class(
             ordered[number].append(step)
         passed += directory.sizes
         moved += counts
-    return Places(
+    return ClassChanges(
         start,
         mask,
         passed,
@@ -132,12 +132,12 @@ def by_class(
 
 
 def read_directory(reader: Reader, old: np.ndarray, *, partitioned: bool) -> Directory:
-    """The directory of flat `old` under the partition that `Places.header` describes."""
+    """The directory of flat `old` under the partition that `ClassChanges.header` describes."""
     return Directory.of(old, read_boundaries(reader, old.dtype, partitioned=partitioned))
 
 
 def read_boundaries(reader: Reader, dtype: np.dtype, *, partitioned: bool) -> np.ndarray:
-    """Magnitudes int64 that separate the classes of the partition that `Places.header` describes."""
+    """Magnitudes int64 that separate the classes of the partition that `ClassChanges.header` describes."""
     if not partitioned:
         return np.empty(0, np.int64)
     start = reader.byte() if dtype.itemsize > 1 else 0

@@ -29,7 +29,7 @@ _COMPRESSION = zstandard.ZstdCompressionParameters(
 )
 
 
-def encode(changes: places.Places) -> tuple[int, bytes]:
+def encode(changes: places.ClassChanges) -> tuple[int, bytes]:
     """(flags, body) of `changes`."""
     steps, gaps = changes.steps, changes.gaps()
     out = [changes.header(steps.dtype.itemsize)]

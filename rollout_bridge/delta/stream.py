@@ -29,7 +29,7 @@ def lanes_for(count: int, flags: int) -> int:
     return min(_MOST_LANES, max(1, count // each))
 
 
-def encode(changes: places.Places, *, wide: bool) -> tuple[int, bytes]:
+def encode(changes: places.ClassChanges, *, wide: bool) -> tuple[int, bytes]:
     """(flags, body) of `changes`. wide: many lanes."""
     itemsize = changes.steps.dtype.itemsize
     flags = (FLAG_WIDE if wide else 0) | (FLAG_PARTITION if changes.mask else 0)

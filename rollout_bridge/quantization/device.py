@@ -44,7 +44,7 @@ class Quantized:
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class CompactedChanges:
     """What differs between two arrays [..., out, in], compacted in ascending order of position.
 
     count int32: how many elements differ. When it is larger than `max_changes` the arrays below hold only the
@@ -132,7 +132,7 @@ def change_bucket(count: int, size: int) -> int:
     return max(1, min(size, max(_SMALLEST_BUCKET, 1 << (max(count, 1) - 1).bit_length())))
 
 
-def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Changes:
+def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> CompactedChanges:
     """The changes from `baseline` to `codes` [..., out, in] (same shape and dtype), in `max_changes` (static)
     slots.
 
@@ -159,7 +159,7 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Cha
     positions = jnp.where(valid, positions, 0)
     old = jnp.where(valid, baseline.reshape(-1)[positions], 0).astype(codes.dtype)
     new = jnp.where(valid, codes.reshape(-1)[positions], 0).astype(codes.dtype)
-    return Changes(count, counts, positions, old, new)
+    return CompactedChanges(count, counts, positions, old, new)
 
 
 def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) -> tuple[jax.Array, jax.Array]:

@@ -108,20 +108,20 @@ class Blobs:
                 self._kept_bytes -= len(self._kept.pop(key))
 
 
-class Pieces(Protocol):
+class PieceSource(Protocol):
     """Where the checked bytes of a piece come from."""
 
     def piece(self, ref: ManifestRef, piece: Piece) -> bytes: ...
 
 
 @dataclass(frozen=True)
-class Contents:
+class HeldPieces:
     """Pieces already fetched and checked, to be sent to another process."""
 
     held: dict[tuple[str, int, int], bytes]
 
     @classmethod
-    def of(cls, blobs: Pieces, wanted: Iterable[tuple[ManifestRef, Piece]]) -> Contents:
+    def of(cls, blobs: PieceSource, wanted: Iterable[tuple[ManifestRef, Piece]]) -> HeldPieces:
         """Raises `BrokenVersion` where one cannot be had."""
         held: dict[tuple[str, int, int], bytes] = {}
         for ref, piece in wanted:
@@ -138,13 +138,13 @@ def _place(ref: ManifestRef, piece: Piece) -> tuple[str, int, int]:
     return ref.directory + piece.key, piece.offset, piece.length
 
 
-class Changes:
+class ChangeDecoder:
     """What pieces change. A blob that several share is read once, as long as it is among the last.
 
     Not for several threads at once.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: PieceSource) -> None:
         self.pieces = pieces
         self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
         self._ahead: dict[tuple[object, ...], delta.SparseChange] = {}
@@ -170,7 +170,9 @@ class Changes:
                 continue  # one by one it is told which
             self._ahead |= {(*place, number): change for number, change in zip(numbers, found, strict=True)}
 
-    def change(self, ref: ManifestRef, piece: Piece, before: np.ndarray) -> delta.SparseChange | delta.Dense:
+    def change(
+        self, ref: ManifestRef, piece: Piece, before: np.ndarray
+    ) -> delta.SparseChange | delta.DenseChange:
         """The change of a rectangle whose bits were `before`. Raises `BrokenVersion`, or `DeltaError`."""
         if piece.member is None:
             return delta.decode_sparse(self.pieces.piece(ref, piece), before)

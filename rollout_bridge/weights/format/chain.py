@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store, StoreError
-from rollout_bridge.weights.format.blobs import Changes, Pieces
+from rollout_bridge.weights.format.blobs import ChangeDecoder, PieceSource
 from rollout_bridge.weights.format.manifest import (
     LATEST_KEY,
     BrokenVersion,
@@ -144,7 +144,7 @@ def _nbytes(links: Iterable[Link]) -> int:
 
 
 def fold(
-    links: Sequence[Link], changes: Changes, name: str, old: np.ndarray, old_digest: int
+    links: Sequence[Link], changes: ChangeDecoder, name: str, old: np.ndarray, old_digest: int
 ) -> TensorChange:
     """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
 
@@ -186,7 +186,7 @@ def only_piece(links: Sequence[Link], name: str) -> tuple[ManifestRef, Piece] | 
     return pieces[0] if len(pieces) == 1 else None
 
 
-def fill(link: Link, blobs: Pieces, name: str, target: np.ndarray) -> None:
+def fill(link: Link, blobs: PieceSource, name: str, target: np.ndarray) -> None:
     """Writes tensor `name` of a full version into `target` and checks its digest. Raises `BrokenVersion`."""
     ref, entry = link.ref, link.manifest.tensors[name]
     for piece in entry.blobs:
@@ -224,7 +224,7 @@ def digests_of(manifest: Manifest) -> dict[str, int]:
 
 
 def _as_sparse(
-    decoded: delta.SparseChange | delta.Dense, before: np.ndarray
+    decoded: delta.SparseChange | delta.DenseChange, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(decoded, delta.SparseChange):
         return decoded.indices, decoded.values

@@ -14,19 +14,19 @@ import numpy as np
 
 from rollout_bridge.quantization import digest
 from rollout_bridge.weights.format import chain
-from rollout_bridge.weights.format.blobs import Changes, Contents, Pieces
+from rollout_bridge.weights.format.blobs import ChangeDecoder, HeldPieces, PieceSource
 from rollout_bridge.weights.format.canonical import TensorSpec
 from rollout_bridge.weights.format.chain import Link, TensorChange
 from rollout_bridge.weights.format.manifest import ManifestRef, Piece
 from rollout_bridge.weights.read import parts
-from rollout_bridge.weights.read.parts import Part
+from rollout_bridge.weights.read.parts import JournalPart
 
 _WORKING_BYTES = 6  # of memory a byte of the tensor that is decoded: the codec's, and what it finds
 _WINDOW_BYTES = 1 << 22  # of small tensors decoded at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Tensor `name` at `offset` of a file. before: its digest there."""
 
     name: str
@@ -36,16 +36,18 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class DecodeBatch:
     """Tensors of `file`, and the versions to take them through, oldest first."""
 
     file: Path
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
     links: tuple[Link, ...] = ()
-    contents: Contents = dataclasses.field(default_factory=lambda: Contents({}))
+    contents: HeldPieces = dataclasses.field(default_factory=lambda: HeldPieces({}))
 
     @classmethod
-    def of(cls, file: Path, places: Sequence[Place], links: Sequence[Link], blobs: Pieces) -> Batch:
+    def of(
+        cls, file: Path, places: Sequence[TensorPlace], links: Sequence[Link], blobs: PieceSource
+    ) -> DecodeBatch:
         """Waits for the pieces of `places`. Raises `BrokenVersion`."""
         names = [place.name for place in places]
         wanted = [(link.ref, piece) for link in links for name in names for piece in link.pieces(name)]
@@ -54,7 +56,7 @@ class Batch:
             tensors = {name: link.manifest.tensors[name] for name in names}
             manifest = link.manifest.model_copy(update={"tensors": tensors})
             parts.append(dataclasses.replace(link, manifest=manifest))
-        return cls(file=file, places=tuple(places), links=tuple(parts), contents=Contents.of(blobs, wanted))
+        return cls(file=file, places=tuple(places), links=tuple(parts), contents=HeldPieces.of(blobs, wanted))
 
     @property
     def working_bytes(self) -> int:
@@ -65,10 +67,10 @@ class Batch:
         return _WORKING_BYTES * max(largest, _WINDOW_BYTES) + sum(map(len, self.contents.held.values()))
 
 
-def fold(batch: Batch) -> Iterator[TensorChange]:
+def fold(batch: DecodeBatch) -> Iterator[TensorChange]:
     """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
-    changes = Changes(batch.contents)
+    changes = ChangeDecoder(batch.contents)
     for places in filled(batch.places, _WINDOW_BYTES):
         changes.ahead(_only_pieces(batch.links, data, places))
         for place in places:
@@ -80,20 +82,20 @@ def fold(batch: Batch) -> Iterator[TensorChange]:
 class Folding:
     """`batch`, whose changes go to a part of the journal at `path`."""
 
-    batch: Batch
+    batch: DecodeBatch
     path: Path
 
 
-def fold_into(folding: Folding) -> Part:
+def fold_into(folding: Folding) -> JournalPart:
     """`fold`, without bringing the changes to anyone."""
     offsets = {place.name: (place.offset, place.offset + place.spec.nbytes) for place in folding.batch.places}
     return parts.write(folding.path, offsets, fold(folding.batch))
 
 
-def fill(batch: Batch) -> None:
+def fill(batch: DecodeBatch) -> None:
     """Writes each tensor as the first link, a full version, has it, and the others change it."""
     data = np.memmap(batch.file, mode="r+", dtype=np.uint8)
-    changes = Changes(batch.contents)
+    changes = ChangeDecoder(batch.contents)
     full, deltas = batch.links[0], batch.links[1:]
     for place in batch.places:
         target = _tensor(data, place)
@@ -103,15 +105,15 @@ def fill(batch: Batch) -> None:
         target.reshape(-1)[change.indices] = change.values
 
 
-def digests(batch: Batch) -> list[int]:
+def digests(batch: DecodeBatch) -> list[int]:
     """The digest of each tensor as it is in the file."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     return [digest.digest(_tensor(data, place)) for place in batch.places]
 
 
-def filled(places: Iterable[Place], limit: int) -> Iterator[list[Place]]:
+def filled(places: Iterable[TensorPlace], limit: int) -> Iterator[list[TensorPlace]]:
     """Neighbours of at most `limit` bytes together, or one that is larger."""
-    batch: list[Place] = []
+    batch: list[TensorPlace] = []
     nbytes = 0
     for place in places:
         if batch and nbytes + place.spec.nbytes > limit:
@@ -124,7 +126,7 @@ def filled(places: Iterable[Place], limit: int) -> Iterator[list[Place]]:
 
 
 def _only_pieces(
-    links: Sequence[Link], data: np.ndarray, places: Sequence[Place]
+    links: Sequence[Link], data: np.ndarray, places: Sequence[TensorPlace]
 ) -> Iterator[tuple[ManifestRef, Piece, np.ndarray]]:
     """Of tensors that one piece changes: it, and the bits it changes."""
     for place in places:
@@ -134,7 +136,7 @@ def _only_pieces(
             yield ref, piece, np.ascontiguousarray(_tensor(data, place)[piece.slices])
 
 
-def _tensor(data: np.ndarray, place: Place) -> np.ndarray:
+def _tensor(data: np.ndarray, place: TensorPlace) -> np.ndarray:
     part = np.asarray(data[place.offset : place.offset + place.spec.nbytes])
     return part.view(place.spec.bits).reshape(place.spec.shape)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format import chain, run
-from rollout_bridge.weights.format.blobs import Blobs, Changes
+from rollout_bridge.weights.format.blobs import Blobs, ChangeDecoder
 from rollout_bridge.weights.format.chain import Link
 from rollout_bridge.weights.format.manifest import (
     ACKS_PREFIX,
@@ -176,7 +176,7 @@ def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, i
     verified = 0
     broken: set[str] = set()
     blobs = Blobs(store)
-    changes = Changes(blobs)
+    changes = ChangeDecoder(blobs)
     try:
         for name in links[0].manifest.tensors if links else ():
             spec = links[0].manifest.tensors[name].spec

@@ -24,7 +24,7 @@ from rollout_bridge.weights.format.chain import TensorChange
 from rollout_bridge.weights.format.run import RunInfo
 from rollout_bridge.weights.read import journal, materialize, mirror_view, parts
 from rollout_bridge.weights.read.mirror_view import MirrorError, MirrorState, MirrorView
-from rollout_bridge.weights.read.parts import Part, Setting
+from rollout_bridge.weights.read.parts import JournalPart, PartWrite
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Mirror:
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)
         self._redo_journal(one_by_one)
 
-    def apply_parts(self, state: MirrorState, written: Iterable[Part], for_each: ForEach) -> None:
+    def apply_parts(self, state: MirrorState, written: Iterable[JournalPart], for_each: ForEach) -> None:
         """`apply` for a journal in parts, which other processes write into this directory.
 
         for_each: calls a function with each item of a list, in any process of this host.
@@ -193,9 +193,9 @@ class Mirror:
         if self._view is None:
             raise journal.JournalError(f"{self.directory / _JOURNAL}: belongs to a version that is not there")
         state, changes = journal.read(self.directory / _JOURNAL)
-        pieces = [Part(self.directory / name, found) for name, found in state.pop("parts", ())]
+        pieces = [JournalPart(self.directory / name, found) for name, found in state.pop("parts", ())]
         for_each(parts.check, pieces)  # all of them, before the first bit changes
-        for_each(parts.set_bits, [Setting(piece, self.directory / mirror_view.TENSORS) for piece in pieces])
+        for_each(parts.set_bits, [PartWrite(piece, self.directory / mirror_view.TENSORS) for piece in pieces])
         for change in changes:
             self._view.writable(change.name).reshape(-1)[change.indices] = change.values
         data = self._view.data

@@ -20,20 +20,20 @@ SUFFIX = ".part"
 
 
 @dataclass(frozen=True)
-class Part:
+class JournalPart:
     """A part at `path`, and the hash that it ends with."""
 
     path: Path
     hash: str
 
 
-def write(path: Path, offsets: dict[str, tuple[int, int]], changes: Iterable[TensorChange]) -> Part:
+def write(path: Path, offsets: dict[str, tuple[int, int]], changes: Iterable[TensorChange]) -> JournalPart:
     """Writes and syncs a part. offsets: of each tensor in the mirror's file, where it begins and ends."""
     journal.write(path, {"offsets": offsets}, changes)
-    return Part(path, _hash(path))
+    return JournalPart(path, _hash(path))
 
 
-def check(part: Part) -> None:
+def check(part: JournalPart) -> None:
     """Raises `JournalError` unless the file is the part that was written."""
     if not part.path.exists() or _hash(part.path) != part.hash:
         raise JournalError(f"{part.path}: not the part that its journal names")
@@ -41,14 +41,14 @@ def check(part: Part) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PartWrite:
     """`part`, to be set in `file`."""
 
-    part: Part
+    part: JournalPart
     file: Path
 
 
-def set_bits(setting: Setting) -> None:
+def set_bits(setting: PartWrite) -> None:
     """Gives the elements their values: once, twice, or half and then again."""
     state, changes = journal.read(setting.part.path)
     data = np.memmap(setting.file, mode="r+", dtype=np.uint8)

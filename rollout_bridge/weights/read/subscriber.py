@@ -30,7 +30,7 @@ from rollout_bridge.weights.format.manifest import (
 )
 from rollout_bridge.weights.format.run import RunError, RunInfo
 from rollout_bridge.weights.read import decoding, mirror_view, parallel, parts
-from rollout_bridge.weights.read.decoding import Batch, Folding, Place
+from rollout_bridge.weights.read.decoding import DecodeBatch, Folding, TensorPlace
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import TENSORS, MirrorError, MirrorState, MirrorView
 from rollout_bridge.weights.read.update import Update
@@ -221,7 +221,7 @@ class Subscriber:
         )
         return self._update(changed, len(state.digests))
 
-    def _here(self, places: list[Place]) -> bool:
+    def _here(self, places: list[TensorPlace]) -> bool:
         """Whether it is too little to start processes for."""
         return self._workers.count == 1 or sum(place.spec.nbytes for place in places) < self._inline_bytes
 
@@ -229,7 +229,7 @@ class Subscriber:
         """A full version and the deltas after it, straight into the new file."""
         specs = joined.tensors
         offsets, _ = mirror_view.layout(specs)
-        places = [Place(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
+        places = [TensorPlace(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
         batches = self._batches_of(file, places, links, blobs)
         for _ in self._decoded(decoding.fill, batches, here=self._here(places)):
             pass
@@ -268,7 +268,7 @@ class Subscriber:
             pass
 
     def _decoded(
-        self, work: Callable[[Batch], _Result], batches: Iterable[Batch], *, here: bool
+        self, work: Callable[[DecodeBatch], _Result], batches: Iterable[DecodeBatch], *, here: bool
     ) -> Iterator[_Result]:
         return self._workers.in_order(
             work,
@@ -279,11 +279,11 @@ class Subscriber:
         )
 
     def _batches_of(
-        self, file: Path, places: list[Place], links: list[Link], blobs: Blobs
-    ) -> Iterator[Batch]:
+        self, file: Path, places: list[TensorPlace], links: list[Link], blobs: Blobs
+    ) -> Iterator[DecodeBatch]:
         """All of `places`, with the objects of the next ones already on their way."""
 
-        def where(place: Place) -> list[tuple[int, str, int]]:
+        def where(place: TensorPlace) -> list[tuple[int, str, int]]:
             pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
             return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
@@ -292,9 +292,9 @@ class Subscriber:
             for coming in batches[number : number + _PREFETCHED]:
                 for place in coming:
                     blobs.prefetch(chain.objects_of(links, place.name))
-            yield Batch.of(file, batch, links, blobs)
+            yield DecodeBatch.of(file, batch, links, blobs)
 
-    def _batches(self, places: list[Place]) -> Iterator[list[Place]]:
+    def _batches(self, places: list[TensorPlace]) -> Iterator[list[TensorPlace]]:
         """Neighbours that fill a batch together."""
         fair = sum(place.spec.nbytes for place in places) // (_TURNS * self._workers.count)
         limit = max(_BATCH_BYTES, min(fair, _LARGE * _BATCH_BYTES))
@@ -325,7 +325,7 @@ class Subscriber:
         """
         places = _places(view, names)
         file = view.directory / TENSORS
-        batches = [Batch(file=file, places=tuple(batch)) for batch in self._batches(places)]
+        batches = [DecodeBatch(file=file, places=tuple(batch)) for batch in self._batches(places)]
         found = self._decoded(decoding.digests, batches, here=self._here(places))
         for batch, digests in zip(batches, found, strict=True):
             for place, digest in zip(batch.places, digests, strict=True):
@@ -364,8 +364,6 @@ class Subscriber:
         )
 
 
-def _places(view: MirrorView, names: Iterable[str]) -> list[Place]:
-    return [
-        Place(name=name, spec=view.specs[name], offset=view.offsets[name], before=view.state.digests[name])
-        for name in names
-    ]
+def _places(view: MirrorView, names: Iterable[str]) -> list[TensorPlace]:
+    specs, offsets, digests = view.specs, view.offsets, view.state.digests
+    return [TensorPlace(name=n, spec=specs[n], offset=offsets[n], before=digests[n]) for n in names]

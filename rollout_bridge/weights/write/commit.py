@@ -32,7 +32,7 @@ from rollout_bridge.weights.format.run import RunError, RunInfo
 logger = logging.getLogger(__name__)
 
 _SWAP_ATTEMPTS = 5
-_Message = TypeVar("_Message", bound="Begin | Part")
+_Message = TypeVar("_Message", bound="Begin | ProcessPart")
 
 
 class Superseded(RuntimeError):
@@ -56,7 +56,7 @@ class Begin(BaseModel):
     follows: bool = False
 
 
-class PartTensor(BaseModel):
+class ProcessTensor(BaseModel):
     """What one process wrote of a tensor. digest: its part of a full digest, or of the digest's change.
 
     changed: elements of it.
@@ -68,7 +68,7 @@ class PartTensor(BaseModel):
     changed: int
 
 
-class Part(BaseModel):
+class ProcessPart(BaseModel):
     """What one process wrote of a version.
 
     change: of a full version that follows its parent, what a delta has in `tensors`.
@@ -76,8 +76,8 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     attempt: str
-    tensors: dict[str, PartTensor]
-    change: dict[str, PartTensor] | None = None
+    tensors: dict[str, ProcessTensor]
+    change: dict[str, ProcessTensor] | None = None
     full_bytes: int
     delta_bytes: int
     reference_bytes: float
@@ -156,7 +156,7 @@ def assemble(
     kind: Kind,
     parent: ManifestRef | None,
     digests: dict[str, int],
-    parts: list[Part],
+    parts: list[ProcessPart],
     update_rms: float | None,
     attempt: str,
 ) -> Manifest:
@@ -211,7 +211,9 @@ def assemble(
     )
 
 
-def _merge(start: int, parts: list[dict[str, PartTensor]], name: str) -> tuple[int, tuple[Piece, ...], int]:
+def _merge(
+    start: int, parts: list[dict[str, ProcessTensor]], name: str
+) -> tuple[int, tuple[Piece, ...], int]:
     """(digest of a tensor, its pieces, elements in them) from what each process wrote of it."""
     mine = [part[name] for part in parts if name in part]
     value = digest.combine(start, *(int(part.digest, 16) for part in mine))
@@ -230,17 +232,17 @@ def wait_begin(store: Store, *, version: int, incarnation: int, attempt: str, ti
     return _wait(store, {key: 0}, Begin, attempt=attempt, timeout=timeout)[0]
 
 
-def put_part(store: Store, *, version: int, incarnation: int, process: int, part: Part) -> None:
+def put_part(store: Store, *, version: int, incarnation: int, process: int, part: ProcessPart) -> None:
     """Says that the blobs of one process are all written, and where."""
     store.put(_part_key(version, incarnation, process), part.model_dump_json().encode())
 
 
 def wait_parts(
     store: Store, *, version: int, incarnation: int, processes: int, attempt: str, timeout: float
-) -> list[Part]:
+) -> list[ProcessPart]:
     """The parts of all processes, in order. Raises `StoreError` naming those missing after `timeout` s."""
     keys = {_part_key(version, incarnation, process): process for process in range(processes)}
-    return _wait(store, keys, Part, attempt=attempt, timeout=timeout)
+    return _wait(store, keys, ProcessPart, attempt=attempt, timeout=timeout)
 
 
 def wait_head(store: Store, *, version: int, incarnation: int, timeout: float) -> Latest:
@@ -281,9 +283,10 @@ def _wait(
             break
         if time.monotonic() > deadline:
             missing = sorted(keys[key] for key in keys.keys() - found.keys())
+            what = "begin" if kind is Begin else "part"
             raise StoreError(
-                f"store {store.url}: waited {timeout:g} s for the {kind.__name__.lower()} of attempt "
-                f"{attempt} by process(es) {missing}; look at their logs, then restart the trainer"
+                f"store {store.url}: waited {timeout:g} s for the {what} of attempt {attempt} "
+                f"by process(es) {missing}; look at their logs, then restart the trainer"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

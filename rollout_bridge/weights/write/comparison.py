@@ -101,7 +101,7 @@ def _slice(array: jax.Array, first: jax.Array, *, rows: int, height: int, mesh: 
 
 def compact(
     old: jax.Array, new: jax.Array, first: int, *, rows: int, height: int, slots: int
-) -> tuple[device.Changes, jax.Array, jax.Array]:
+) -> tuple[device.CompactedChanges, jax.Array, jax.Array]:
     """What differs in rows [first, first + height) of each shard, in `slots` slots; and the ranks and sizes
     of `quantization.device.class_ranks`.
     """
@@ -111,7 +111,7 @@ def compact(
 @functools.partial(jax.jit, static_argnames=("rows", "height", "slots", "mesh"))
 def _diff(
     old: jax.Array, new: jax.Array, first: jax.Array, *, rows: int, height: int, slots: int, mesh: Mesh
-) -> tuple[device.Changes, jax.Array, jax.Array]:
+) -> tuple[device.CompactedChanges, jax.Array, jax.Array]:
     def part(old: jax.Array, new: jax.Array, first: jax.Array) -> tuple:
         old, new = (
             lax.dynamic_slice_in_dim(array.reshape(rows, 1, -1), first, height) for array in (old, new)

@@ -22,7 +22,7 @@ from rollout_bridge.quantization import device
 from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import BLOCK, Format
 from rollout_bridge.weights.format.run import RunInfo
-from rollout_bridge.weights.write.stacks import Block, Stack, scale_key, stacks
+from rollout_bridge.weights.write.stacks import ShardBlock, Stack, scale_key, stacks
 
 Bits = dict[str, jax.Array]
 
@@ -169,5 +169,5 @@ def _equal(left: Bits, right: Bits) -> jax.Array:
 def from_host(stack: Stack, like: jax.Array, tensor: Callable[[str], np.ndarray]) -> jax.Array:
     """The stack with the sharding of `like`, each device given its part of the tensors."""
     return jax.make_array_from_callback(
-        stack.shape, like.sharding, lambda index: Block.of(stack, index or ()).read(tensor)
+        stack.shape, like.sharding, lambda index: ShardBlock.of(stack, index or ()).read(tensor)
     )

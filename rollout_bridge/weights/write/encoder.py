@@ -16,7 +16,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.weights.format.chain import flat_indices
 from rollout_bridge.weights.format.manifest import Piece
 from rollout_bridge.weights.read import parallel
-from rollout_bridge.weights.write.commit import PartTensor
+from rollout_bridge.weights.write.commit import ProcessTensor
 
 _CHUNK = 1 << 22
 
@@ -86,7 +86,7 @@ class Histogram:
         return self._sparse if self._dense is None else self._dense
 
 
-class Reference:
+class ReferenceSize:
     """The reference size of deltas: order-0 conditional entropy, each stacked array with its statistics."""
 
     def __init__(self) -> None:
@@ -122,11 +122,11 @@ def _grouped(patches: Iterable[tuple[str, Patch]]) -> dict[str, list[Patch]]:
 
 
 @dataclass
-class Written:
+class WrittenBlobs:
     """Blobs that are in the store: what they hold of each tensor, in bytes and in elements."""
 
     label: str
-    tensors: dict[str, PartTensor] = field(default_factory=dict)
+    tensors: dict[str, ProcessTensor] = field(default_factory=dict)
     objects: int = 0
     nbytes: int = 0
     changed: int = 0
@@ -146,14 +146,14 @@ def write(
     pool: Executor,
     ahead: int,
     object_bytes: int,
-) -> Written:
+) -> WrittenBlobs:
     """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
 
     Changes of small tensors go together, so that a version costs by its elements and not by its tensors.
     label: begins the names of the objects. pool: encodes, up to `ahead` blobs in front of the one written. On
     return every blob of the account is in the store.
     """
-    account = Written(label)
+    account = WrittenBlobs(label)
     buffer = bytearray()
     # One loop keeps the order of blobs, so objects hold neighbouring tensors.
     for group, (blob, part_digests) in _in_order(pool, _groups(patches), preset, ahead=ahead):
@@ -161,7 +161,7 @@ def write(
             _flush(store, directory, account, buffer)
         blob_hash = xxhash.xxh3_128_hexdigest(blob)
         for member, (patch, part_digest) in enumerate(zip(group, part_digests, strict=True)):
-            nothing = PartTensor(digest=f"{0:016x}", blobs=[], changed=0)
+            nothing = ProcessTensor(digest=f"{0:016x}", blobs=[], changed=0)
             entry = account.tensors.setdefault(patch.name, nothing)
             entry.blobs.append(
                 Piece(
@@ -233,7 +233,7 @@ def _encode(group: list[Patch], preset: str) -> tuple[bytes, list[int]]:
     return delta.encode_group(changes, preset=preset), parts
 
 
-def _flush(store: Store, directory: str, account: Written, buffer: bytearray) -> None:
+def _flush(store: Store, directory: str, account: WrittenBlobs, buffer: bytearray) -> None:
     store.put(directory + account.next_object, bytes(buffer))
     account.nbytes += len(buffer)
     account.objects += 1

@@ -23,7 +23,7 @@ from rollout_bridge.weights.write.comparison import (
 )
 from rollout_bridge.weights.write.derivation import Bits, shard_data
 from rollout_bridge.weights.write.encoder import Patch
-from rollout_bridge.weights.write.stacks import Block, Classes, Stack, changes_of
+from rollout_bridge.weights.write.stacks import ShardBlock, Stack, StackRanks, changes_of
 
 # Elements compared by one program: bounds its temporary memory, and keeps positions within int32.
 _CHUNK_ELEMENTS = 1 << 27
@@ -58,7 +58,7 @@ class Extractor:
         """(key, patch) for every tensor, all its bits."""
         for key, array in bits.items():
             for shard in self._mine(array):
-                block = Block.of(self._stacks[key], shard.index)
+                block = ShardBlock.of(self._stacks[key], shard.index)
                 for patch in block.full(np.asarray(shard_data(shard))):
                     yield key, patch
 
@@ -85,7 +85,7 @@ class Extractor:
         before = {shard.device: shard_data(shard) for shard in old.addressable_shards}
         for shard in self._mine(new):
             if wanted(shard.device):
-                block = Block.of(self._stacks[key], shard.index)
+                block = ShardBlock.of(self._stacks[key], shard.index)
                 for patch in changes_of(
                     block, np.asarray(before[shard.device]), np.asarray(shard_data(shard))
                 ):
@@ -100,7 +100,8 @@ class Extractor:
         old = {key: of_process(baseline[key]) for key in bits}
         new = {key: of_process(bits[key]) for key in bits}
         blocks = {
-            key: [Block.of(self._stacks[key], s.index) for s in bits[key].addressable_shards] for key in bits
+            key: [ShardBlock.of(self._stacks[key], s.index) for s in bits[key].addressable_shards]
+            for key in bits
         }
         rows = {key: blocks[key][0].rows for key in bits}
         counts = jax.device_get(row_counts(old, new, tuple(rows.items())))
@@ -125,7 +126,7 @@ class Extractor:
         self,
         key: str,
         array: jax.Array,
-        blocks: Sequence[Block],
+        blocks: Sequence[ShardBlock],
         old: jax.Array,
         new: jax.Array,
         first: int,
@@ -154,7 +155,7 @@ class Extractor:
                     local_bits(part, place)[0, : counts[place]]
                     for part in (changes.positions, changes.old, changes.new, ranks)
                 )
-                classes = Classes(ranks, local_bits(sizes, place)[0], class_start(olds.dtype))
+                classes = StackRanks(ranks, local_bits(sizes, place)[0], class_start(olds.dtype))
                 patches = blocks[place].changes(positions, olds, news, first_row=first, classes=classes)
             for patch in patches:
                 yield key, patch

@@ -240,7 +240,7 @@ class Publisher:
         full = list(self._extractor.full(job.bits)) if begin.kind is Kind.FULL else None
         change = None
         if baseline is not None and (full is None or begin.follows):
-            change = self._writer.aside(lambda: list(self._extractor.changes(job.bits, baseline)))
+            change = self._writer.run_in_encoder(lambda: list(self._extractor.changes(job.bits, baseline)))
         part = self._writer.write(begin, full=full, change=change)
 
         def durable() -> None:

@@ -59,7 +59,7 @@ def scale_key(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Classes:
+class StackRanks:
     """`quantization.device.class_ranks` of a stack of rows.
 
     ranks int32: of each change among the elements of its class, over all rows. sizes int32[rows, 16].
@@ -76,14 +76,14 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """The box `bounds` ([start, stop) along each axis) of a stack."""
 
     stack: Stack
     bounds: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, stack: Stack, index: Sequence[slice]) -> Block:
+    def of(cls, stack: Stack, index: Sequence[slice]) -> ShardBlock:
         """From the slices of a shard (`jax.Shard.index`), unbounded ones included."""
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, stack.shape, strict=True))
         return cls(stack, bounds)
@@ -131,7 +131,7 @@ class Block:
         *,
         first_row: int = 0,
         before: np.ndarray | None = None,
-        classes: Classes | None = None,
+        classes: StackRanks | None = None,
     ) -> Iterator[Patch]:
         """A patch a changed row. positions: ascending, flat, from the start of row `first_row`.
 
@@ -161,7 +161,7 @@ class Block:
         return np.stack(rows).reshape(shape)
 
 
-def changes_of(block: Block, old: np.ndarray, new: np.ndarray, *, first_row: int = 0) -> Iterator[Patch]:
+def changes_of(block: ShardBlock, old: np.ndarray, new: np.ndarray, *, first_row: int = 0) -> Iterator[Patch]:
     """Patches of a block, or of its rows from `first_row`, compared on the host."""
     old, new = old.reshape(-1), new.reshape(-1)
     positions = np.flatnonzero(old != new)

@@ -32,8 +32,8 @@ from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import MirrorView
 from rollout_bridge.weights.read.subscriber import Subscriber
 from rollout_bridge.weights.write import commit, encoder
-from rollout_bridge.weights.write.commit import Begin, Part
-from rollout_bridge.weights.write.encoder import Patch, Reference
+from rollout_bridge.weights.write.commit import Begin, ProcessPart
+from rollout_bridge.weights.write.encoder import Patch, ReferenceSize
 from rollout_bridge.weights.write.priority import yielding_pool, yielding_processes
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class ChainWriter:
         self._digests: dict[str, int] = {}
         self._chain_bytes = 0
         self._full_bytes = 0
-        self._reference = Reference()
+        self._reference = ReferenceSize()
         self._cleanup = contextlib.ExitStack()
         self._pool = yielding_pool(settings.encoders, "encode", niceness=settings.niceness)
         self._encoders: Executor = self._pool
@@ -142,11 +142,11 @@ class ChainWriter:
         """The caller has read `replayed` into `bits`: counts its values, for the reference size of the next
         deltas, and removes the files.
         """
-        self._reference = Reference()
+        self._reference = ReferenceSize()
         self._reference.add(bits)
         self._remove_scratch()
 
-    def aside(self, work: Callable[[], _Result]) -> _Result:
+    def run_in_encoder(self, work: Callable[[], _Result]) -> _Result:
         """`work()`, by a thread that encodes: computing waits for the training step, waiting does not."""
         return self._pool.submit(work).result()
 
@@ -173,14 +173,14 @@ class ChainWriter:
             commit.put_begin(self.store, **place, begin=begin)
         return begin
 
-    def write(self, begin: Begin, *, full: Patches | None, change: Patches | None) -> Part:
+    def write(self, begin: Begin, *, full: Patches | None, change: Patches | None) -> ProcessPart:
         """Encodes and writes the blobs of this process. full, change: what `begin` asks for of the two."""
         head, settings = self.head, self.settings
         measured = None if change is None else self._pool.submit(self._reference.measure, change)
         changed = self._encode(change, "change-") if change is not None and full is not None else None
         written = self._encode(change if full is None else full, "")
         of_change = written if full is None else changed
-        part = Part(
+        part = ProcessPart(
             attempt=begin.attempt,
             tensors=written.tensors,
             change=None if changed is None else changed.tensors,
@@ -201,7 +201,7 @@ class ChainWriter:
 
     def commit(
         self,
-        part: Part,
+        part: ProcessPart,
         begin: Begin,
         *,
         patches: Patches,
@@ -236,7 +236,7 @@ class ChainWriter:
                 attempt=part.attempt,
                 timeout=settings.timeout,
             )
-        manifest = self.aside(
+        manifest = self.run_in_encoder(
             lambda: commit.assemble(
                 self.run,
                 **place,
@@ -272,7 +272,7 @@ class ChainWriter:
         self.replayed = None
         self._cleanup.close()
 
-    def _encode(self, patches: Patches | None, label: str) -> encoder.Written:
+    def _encode(self, patches: Patches | None, label: str) -> encoder.WrittenBlobs:
         head, settings = self.head, self.settings
         try:
             return encoder.write(
@@ -311,5 +311,5 @@ class ChainWriter:
         else:
             self._chain_bytes += manifest.stats.delta_bytes
         if manifest.kind is Kind.FULL and not manifest.follows:
-            self._reference = Reference()
-        self.aside(lambda: self._reference.add(patches))
+            self._reference = ReferenceSize()
+        self.run_in_encoder(lambda: self._reference.add(patches))

@@ -34,8 +34,8 @@ def updates(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return old, new.reshape(shape)
 
 
-def applied(old: np.ndarray, change: delta.SparseChange | delta.Dense) -> np.ndarray:
-    if isinstance(change, delta.Dense):
+def applied(old: np.ndarray, change: delta.SparseChange | delta.DenseChange) -> np.ndarray:
+    if isinstance(change, delta.DenseChange):
         return change.values
     assert change.indices.dtype == np.int64
     assert (np.diff(change.indices) > 0).all()

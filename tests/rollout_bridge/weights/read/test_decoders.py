@@ -113,7 +113,7 @@ def test_an_owner_killed_at_any_moment_of_a_journal_in_parts_is_one_version_agai
                 reader.mirror._lock.close()
         reopened = reader_of(store, tmp_path / f"{count}")
         assert reopened.mirror.version in (2, 3)
-        _ = reopened.run
+        reopened.join()
         tiny.assert_holds(reopened, trees[reopened.mirror.version])
         assert not list(reopened.mirror.directory.glob("*.part*"))
         reopened.advance(3)
@@ -130,7 +130,7 @@ def test_a_damaged_part_is_not_believed(damage, published, workers, tmp_path, mo
     reader = reader_of(store, tmp_path / "mirror", workers)
     reader.advance(2)
     with monkeypatch.context() as patch:
-        patch.setattr(mirror.Mirror, "_redo_journal", lambda self: (_ for _ in ()).throw(tiny.Killed()))
+        patch.setattr(mirror.Mirror, "_redo_journal", lambda *_: (_ for _ in ()).throw(tiny.Killed()))
         with pytest.raises(tiny.Killed):
             reader.advance(3)
     reader.mirror._lock.close()
@@ -265,7 +265,7 @@ def test_arrays_of_a_blob_are_decoded_together_and_the_one_that_is_wrong_is_name
     wrong = entry.blobs[0].model_copy(update={"member": 10**6})
     tensors = link.tensors | {name: entry.model_copy(update={"blobs": (wrong,)})}
     fetched = Blobs(store)
-    changes = blobs.Changes(fetched)
+    changes = blobs.ChangeDecoder(fetched)
     lying = chain.Link(link.ref, link.model_copy(update={"tensors": tensors}), whole=False)
     olds = {each: np.zeros(tensors[each].spec.shape, tensors[each].spec.bits) for each in (name, other)}
     changes.ahead([(lying.ref, tensors[each].blobs[0], olds[each]) for each in (name, other)])

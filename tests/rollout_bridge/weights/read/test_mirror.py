@@ -100,9 +100,8 @@ def test_an_fp8_directory_is_the_canonical_bits_with_a_quantization_config(held,
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     for name, bits in expected.items():
         np.testing.assert_array_equal(tensors[name].view(kinds[bits.dtype.itemsize]).numpy(), bits)
-    quantized = next(
-        n for n, chosen in reader.mirror.view.run.plan.formats.items() if chosen is Format.fp8_block
-    )
+    plan = reader.mirror.view.run.plan
+    quantized = next(n for n, chosen in plan.formats.items() if chosen is Format.fp8_block)
     assert tensors[quantized].dtype == torch.float8_e4m3fn
     config = json.loads((directory / "config.json").read_text())
     assert config["quantization_config"] == plan.hf_quantization_config()

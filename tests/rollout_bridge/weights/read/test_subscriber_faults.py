@@ -224,7 +224,7 @@ def test_a_damaged_journal_is_not_believed(tmp_path, monkeypatch):
     chains.chain_of(store, 2)
     reader = tiny.subscriber(store, tmp_path / "mirror")
     reader.advance(1)
-    monkeypatch.setattr(mirror.Mirror, "_redo_journal", lambda self: (_ for _ in ()).throw(tiny.Killed()))
+    monkeypatch.setattr(mirror.Mirror, "_redo_journal", lambda *_: (_ for _ in ()).throw(tiny.Killed()))
     with pytest.raises(tiny.Killed):
         reader.advance()
     monkeypatch.undo()

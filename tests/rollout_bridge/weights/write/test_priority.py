@@ -39,7 +39,7 @@ def test_a_publication_computes_at_the_niceness_of_its_settings_and_writes_at_th
     for number in (1, 2):
         trainer.publish(tiny.on_device(tree), step=number).result(300)
         tree = tiny.step(tree, number)
-    assert trainer._writer.aside(niceness) == (max(17, niceness()) if LINUX else niceness())
+    assert trainer._writer.run_in_encoder(niceness) == (max(17, niceness()) if LINUX else niceness())
     assert seen["write"] == {niceness()}
     trainer.close()
 
