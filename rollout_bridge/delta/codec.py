@@ -16,10 +16,16 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import places, planes, stream
-from rollout_bridge.delta.change import DenseChange, SparseChange
+from rollout_bridge.delta.blob import (
+    ArrayChange,
+    DeltaError,
+    DenseChange,
+    Reader,
+    SparseChange,
+    inflate,
+    varint,
+)
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader, inflate, varint
 
 VERSION = 1
 _DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
@@ -51,21 +57,20 @@ def encode(old: np.ndarray, new: np.ndarray, *, preset: str = "small") -> bytes:
 
     Raises ValueError on other dtypes, on shapes that differ, or on an unknown preset.
     """
-    if old.shape != new.shape or old.dtype != new.dtype:
-        raise ValueError(
-            f"an update keeps shape and dtype, found {old.dtype}{list(old.shape)} ->"
-            f" {new.dtype}{list(new.shape)}"
-        )
-    old_flat, new_flat = np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1)
-    indices = np.flatnonzero(old_flat != new_flat)
+    return encode_change(ArrayChange.between(old, new), preset=preset)
+
+
+def encode_change(change: ArrayChange, *, preset: str = "small") -> bytes:
+    """The update of one array. Errors as `encode_sparse`."""
     return encode_sparse(
-        indices,
-        old_flat[indices],
-        new_flat[indices],
-        shape=old.shape,
-        dtype=old.dtype,
+        change.indices,
+        change.old_values,
+        change.new_values,
+        shape=(change.size,),
+        dtype=change.old_values.dtype,
         preset=preset,
-        old=old_flat,
+        old=change.old,
+        ranks=change.ranks,
     )
 
 

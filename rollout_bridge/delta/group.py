@@ -20,11 +20,8 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import classes, places, stream, symbols
-from rollout_bridge.delta.change import ArrayChange, SparseChange
-from rollout_bridge.delta.directory import Directory
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.members import Members
-from rollout_bridge.delta.octets import Reader, inflate, varint
+from rollout_bridge.delta.blob import ArrayChange, DeltaError, Reader, SparseChange, inflate, varint
+from rollout_bridge.delta.directory import Directory, Members
 
 VERSION = 2
 MOST_ARRAYS = 1 << 12

@@ -13,9 +13,8 @@ import itertools
 import numpy as np
 
 from rollout_bridge.delta import classes, models, symbols
+from rollout_bridge.delta.blob import DeltaError, Reader
 from rollout_bridge.delta.directory import Directory
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader
 
 _SAMPLE = 1 << 16  # changed elements from which a partition is chosen
 _SAMPLE_TO_CHOOSE = 1 << 13  # changed elements that say whether telling classes apart pays

@@ -168,7 +168,7 @@ def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) ->
     baseline [..., out, in]; positions int32[n]: of `diff_compact`. Returns ranks int32[n], of each position
     among the elements of its class (by the exponent of the old value, from the exponent field `start`; 0 for
     FP8 codes, 112 suits BF16 weights) in the whole stack, and sizes int32[..., 16], the elements of each
-    class in each matrix: what `delta.split_stacked` takes.
+    class in each matrix.
     """
     width = baseline.dtype.itemsize * 8
     exponents = (baseline & ((1 << (width - 1)) - 1)) >> _EXPONENT_SHIFT[width]

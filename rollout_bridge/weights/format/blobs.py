@@ -149,7 +149,7 @@ class ChangeDecoder:
         self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
         self._ahead: dict[tuple[object, ...], delta.SparseChange] = {}
 
-    def ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
+    def decode_ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
         """Decodes what `change` will be asked for next, with the same arguments: what shares a blob at once,
         which takes a fraction of one after the other. What is wrong with a piece is told when asked for it.
 

@@ -72,7 +72,7 @@ def fold(batch: DecodeBatch) -> Iterator[TensorChange]:
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = ChangeDecoder(batch.contents)
     for places in filled(batch.places, _WINDOW_BYTES):
-        changes.ahead(_only_pieces(batch.links, data, places))
+        changes.decode_ahead(_only_pieces(batch.links, data, places))
         for place in places:
             change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
             yield dataclasses.replace(change, indices=_narrow(change.indices))
