@@ -33,9 +33,9 @@ class DenseChange:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayChange:
-    """The update of one array: flat `indices` ascending, their `old_values` and `new_values`, the `size` of
-    the array, and where the writer has them the whole `old` array or the `ranks` of the changed elements
-    (`encode_sparse` says what they are good for).
+    """The update of an array of `size` elements: ascending flat `indices`, `old_values` and `new_values`.
+
+    old, ranks: the whole array before, or the ranks of the changed elements; each makes the blob smaller.
     """
 
     indices: np.ndarray
@@ -50,8 +50,8 @@ class ArrayChange:
         """The update from `old` to `new`, of one shape and dtype."""
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError(
-                f"an update keeps shape and dtype, found {old.dtype}{list(old.shape)} ->"
-                f" {new.dtype}{list(new.shape)}"
+                f"an update keeps shape and dtype, found {old.dtype}{list(old.shape)} -> "
+                f"{new.dtype}{list(new.shape)}"
             )
         old_flat, new_flat = np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1)
         indices = np.flatnonzero(old_flat != new_flat)
@@ -93,8 +93,7 @@ class Reader:
         """The next `count` bytes."""
         if count > len(self._data) - self._at:
             raise DeltaError(
-                f"the blob ends after {len(self._data)} bytes, {count} more were due at {self._at}; it is"
-                " truncated"
+                f"the blob ends after {len(self._data)} bytes, {count} were expected at {self._at}; truncated"
             )
         self._at += count
         return self._data[self._at - count : self._at]

@@ -134,9 +134,7 @@ class Members:
         return cls(words, before)
 
     def passed(self, places: np.ndarray) -> np.ndarray:
-        """Members int64[classes, places] before each of some flat `places` from 0 to the end, those of
-        earlier classes included.
-        """
+        """Members int64[classes, places] before flat `places`, those of earlier classes included."""
         word = places >> 6
         low = (np.uint64(1) << (places & 63).astype(np.uint64)) - np.uint64(1)
         before = self.before[:-1].reshape(self.words.shape)[:, word]

@@ -1,4 +1,4 @@
-"""Evaluation requests of the trainer, as far as weights care: hold one version until they are answered."""
+"""Versions that evaluation requests hold until the requests are answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pin:
-    """Evaluation `id` wants `version` served until it has a result or `expires` (unix seconds) has passed."""
+    """Evaluation `id` needs `version` served until it has a result or `expires` (unix seconds) has passed."""
 
     id: str
     version: int
