@@ -1,7 +1,7 @@
-"""One sync agent a host: follows the head, hands every version to the engine verified, and acknowledges it.
+"""One sync agent for each host: follows the head, gives the engine every verified version, acknowledges it.
 
-One loop that reads the truth again each time round: what the engine serves, what the mirror holds, what is
-pinned, what is published. So a crash anywhere is answered by starting the loop.
+One loop reads the state again each time: what the engine serves, what the mirror holds, what is pinned, what
+is published. So after a crash at any point it is enough to start the loop again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout_bridge.weights.read.update import Update
 logger = logging.getLogger(__name__)
 
 _PAUSES_KEPT = 64
-# What may pass by itself or be repaired while the agent waits: OSError is a full disk or a lost connection.
+# Errors that may end while the agent waits. OSError: a full disk or a lost connection.
 _TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSError)
 
 
@@ -42,10 +42,10 @@ class AgentError(ExpectedError):
 class AgentSettings:
     """Seconds. poll: between looks at the head. heartbeat: between acknowledgements when nothing moves.
 
-    patience: how long trouble may last without a success between (no run yet, store out of reach, head out of
-    reach, engine refusing updates) before the agent gives up. retry: first pause after a failure, doubled
-    up to 30 times `poll`.
-    And decoders: processes that decode and verify the versions of a large model; None: one a core, up to 64.
+    patience: how long failures may last without a success (no run yet, store or head out of reach, engine
+        refusing updates) before the agent gives up.
+    retry: first pause after a failure, doubled up to 30 times `poll`.
+    decoders: processes that decode and verify a large model; None: one for each core, up to 64.
     """
 
     poll: float = 1.0
@@ -111,11 +111,11 @@ class SyncAgent:
             mirror.close()
 
     async def _round(self, subscriber: Subscriber) -> bool:
-        """One look at everything; whether the engine moved."""
+        """Reads the state once and updates the engine if needed; whether the engine moved."""
         mirror = subscriber.mirror
         served = await self.engine.version()
         if served is None or served != mirror.version or self._engine_suspect:
-            # Nothing that may be served: brought to date first, then given every tensor.
+            # The engine holds no valid version: advance the mirror first, then load every tensor.
             update = await finished_in_thread(lambda: self._renewed(subscriber))
         else:
             update = await finished_in_thread(lambda: subscriber.advance(self._target(subscriber, served)))
@@ -127,7 +127,7 @@ class SyncAgent:
         return update is not None
 
     def _renewed(self, subscriber: Subscriber) -> Update | None:
-        """All of the newest version to be had: of what the mirror holds, while the store is out of reach."""
+        """All of the newest version; of the version in the mirror while the store is out of reach."""
         held = subscriber.mirror.version
         try:
             target = self._target(subscriber, held)
@@ -136,7 +136,7 @@ class SyncAgent:
         return subscriber.renew(target)
 
     async def _serve(self, update: Update) -> None:
-        """After a failure the engine gets every tensor again: a part of an update may have reached it."""
+        """Updates the engine. After a failure it gets all tensors again: it may hold part of the update."""
         self._engine_suspect = True
         report = await self.engine.update(update)
         if report.version != update.version:
@@ -149,10 +149,10 @@ class SyncAgent:
         self._pauses.append(report.pause_ms)
 
     def _target(self, subscriber: Subscriber, served: int | None) -> int:
-        """The version to stop at: the lowest pinned one not passed yet, else the head, 0 without one.
+        """The version to move to: the lowest pinned one not passed yet, else the head, 0 without one.
 
-        The head is read first: a version is pinned before the next one is published, so no pin that comes
-        while this looks is of a version before the head found here.
+        The head is read first: a version is pinned before the next one is published, so a pin that is added
+        meanwhile is never of a version before this head.
         """
         latest = subscriber.latest()
         pins = [pin.version for pin in active_pins(self.store, now=time.time())]
@@ -186,7 +186,7 @@ class SyncAgent:
         self._acknowledged = time.monotonic()
 
     async def _failed(self, error: Exception, subscriber: Subscriber) -> None:
-        """Counts, logs and tells a failure and waits a little; raises `AgentError` past `patience`."""
+        """Counts, logs and reports a failure, then waits. Raises `AgentError` past `patience`."""
         self.errors += 1
         self.last_error = str(error)[:500]
         self._failures += 1
@@ -203,7 +203,7 @@ class SyncAgent:
         if now - self._acknowledged > self._settings.heartbeat:
             try:
                 await self._acknowledge(subscriber)
-            except (StoreError, OSError) as unheard:
-                logger.warning("agent %s: cannot say so either: %s", self.agent_id, unheard)
+            except (StoreError, OSError) as unreported:
+                logger.warning("agent %s: cannot report it: %s", self.agent_id, unreported)
         pause = self._settings.retry * 2 ** min(self._failures - 1, 10)
         await asyncio.sleep(min(pause, 30 * self._settings.poll))

@@ -20,7 +20,7 @@ _SAMPLE = 1 << 16  # elements that classes are chosen from
 
 @dataclasses.dataclass(frozen=True)
 class ClassRanks:
-    """Where changed elements stand in their classes, for a writer that has this but not the old array.
+    """Ranks of changed elements in their classes, for a writer without the old array.
 
     ranks int64: of each changed element among the elements of its class; sizes int64[16]: elements of each
     class; `start`: the exponent field at which classes start (0 for FP8 codes).
@@ -60,9 +60,7 @@ def fine_classes(values: np.ndarray, start: int) -> np.ndarray:
 
 
 def estimate_counts(old: np.ndarray, start: int, changed: np.ndarray) -> np.ndarray:
-    """About how many elements each fine class holds, from a regular sample; never fewer than `changed` of
-    them.
-    """
+    """About how many elements each fine class holds, from a sample; at least `changed` of them."""
     stride = max(1, old.size // _SAMPLE)
     counts = np.bincount(fine_classes(old[::stride], start), minlength=CLASSES) * stride
     return np.maximum(counts, changed)
@@ -94,9 +92,7 @@ def choose_partition(
 
 
 def choose_boundary(counts: np.ndarray, changed: np.ndarray, value_bits: np.ndarray) -> int:
-    """The mask of two classes that codes positions and values in the fewest bits; arguments as
-    `choose_partition`.
-    """
+    """The mask of two classes with the fewest bits; arguments as `choose_partition`."""
     masks = [1 << j for j in range(CLASSES - 1)]
     return min(masks, key=lambda mask: coded_bits(counts, changed, value_bits, mask))
 

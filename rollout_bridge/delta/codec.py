@@ -3,8 +3,8 @@
 A blob is a byte (version 2 bits, mode 2, element width 2, flags 2), the number of elements as a varint, and
 a body: nothing when nothing changed; changes, as a `stream` when they are few or as `planes` when they are
 many; or every new value when that is shorter. Bodies of whole values are the byte planes of the array, most
-significant apart, compressed by zstandard. Where it is not plain which is shortest, several are made and the
-best is kept.
+significant apart, compressed by zstandard. Where it is not clear which is shortest, several are made and the
+shortest is kept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import places, planes, stream
-from rollout_bridge.delta.change import DenseChange, SparseChange
+from rollout_bridge.delta.blob import (
+    ArrayChange,
+    DeltaError,
+    DenseChange,
+    Reader,
+    SparseChange,
+    inflate,
+    varint,
+)
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader, inflate, varint
 
 VERSION = 1
 _DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
@@ -51,21 +57,20 @@ def encode(old: np.ndarray, new: np.ndarray, *, preset: str = "small") -> bytes:
 
     Raises ValueError on other dtypes, on shapes that differ, or on an unknown preset.
     """
-    if old.shape != new.shape or old.dtype != new.dtype:
-        raise ValueError(
-            f"an update keeps shape and dtype, found {old.dtype}{list(old.shape)} ->"
-            f" {new.dtype}{list(new.shape)}"
-        )
-    old_flat, new_flat = np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1)
-    indices = np.flatnonzero(old_flat != new_flat)
+    return encode_change(ArrayChange.between(old, new), preset=preset)
+
+
+def encode_change(change: ArrayChange, *, preset: str = "small") -> bytes:
+    """The update of one array. Errors as `encode_sparse`."""
     return encode_sparse(
-        indices,
-        old_flat[indices],
-        new_flat[indices],
-        shape=old.shape,
-        dtype=old.dtype,
+        change.indices,
+        change.old_values,
+        change.new_values,
+        shape=(change.size,),
+        dtype=change.old_values.dtype,
         preset=preset,
-        old=old_flat,
+        old=change.old,
+        ranks=change.ranks,
     )
 
 
@@ -84,17 +89,15 @@ def encode_sparse(
 
     To model how likely each element is to change, the codec needs the whole `old` array, or the `ranks` of
     the changed elements in their classes; with neither, the update is about 1.4 times as large. `old` is
-    better for small arrays; the preset `fast` leaves it aside in a large one of which much changes. An array
-    most of which changes is kept whole where that is shorter, if the new values are known: from `old`, or all
-    listed. Raises ValueError on indices that are not ascending and in range, or values that do not change.
+    better for small arrays; the preset `fast` does not use it for a large array of which much changes. An
+    array most of which changes is stored whole if that is shorter and all new values are known: from `old`,
+    or all listed. Raises ValueError on indices that are not ascending and in range, or values that do not
+    change.
     """
     dtype, size = _checked_dtype(dtype), math.prod(shape)
     fast = Preset(preset) is Preset.fast
     indices = np.asarray(indices, np.int64).reshape(-1)
-    old_values, new_values = (
-        np.asarray(old_values, dtype).reshape(-1),
-        np.asarray(new_values, dtype).reshape(-1),
-    )
+    old_values, new_values = (np.asarray(each, dtype).reshape(-1) for each in (old_values, new_values))
     if not indices.size == old_values.size == new_values.size:
         raise ValueError(
             f"found {indices.size} indices, {old_values.size} old and {new_values.size} new values;"
@@ -113,8 +116,7 @@ def encode_sparse(
     if ranks is not None and (ranks.ranks.size != indices.size or ranks.sizes.shape != (CLASSES,)):
         raise ValueError(
             f"found {ranks.ranks.size} ranks and class sizes {list(ranks.sizes.shape)} for {indices.size} "
-            "changes; "
-            f"expected one rank a change, and [{CLASSES}]"
+            f"changes; expected one rank a change, and [{CLASSES}]"
         )
     old_flat = None if old is None else np.ascontiguousarray(old).reshape(-1)
     if ranks is not None:
@@ -171,19 +173,16 @@ def decode(blob: bytes, old: np.ndarray) -> np.ndarray:
 
 
 def decode_sparse(blob: bytes, old: np.ndarray) -> SparseChange | DenseChange:
-    """The update of `old` as the elements that change, or as all values when it was kept so. Errors as
-    `decode`.
+    """The update of `old`: the elements that change, or all values. Errors as `decode`.
 
-    Memory is bounded by a small multiple of the array, whatever the blob says.
+    Memory is bounded by a small multiple of the array, also for a damaged blob.
     """
     found = _read(blob, old)
     return found if isinstance(found, DenseChange) else SparseChange(*places.ascending(*found, old.size))
 
 
 def decode_full(blob: bytes, shape: tuple[int, ...], dtype: np.dtype | type | str) -> np.ndarray:
-    """The array of an `encode_full` blob. Raises DeltaError when it is damaged, an update, or of another size
-    or dtype.
-    """
+    """The array of an `encode_full` blob. Raises DeltaError if it is damaged or of another kind or size."""
     dtype = _checked_dtype(dtype)
     mode, _, reader = _open(blob, math.prod(shape), dtype)
     if mode is not _Mode.full:
@@ -229,9 +228,8 @@ def _open(blob: bytes, size: int, dtype: np.dtype) -> tuple[_Mode, int, Reader]:
     found = reader.varint()
     if width >= len(_DTYPES) or _DTYPES[width] != dtype or found != size:
         raise DeltaError(
-            f"the blob updates {found} elements of {2**width} bytes, the array has {size} of"
-            f" {dtype.itemsize}; "
-            "it belongs to another tensor"
+            f"the blob updates {found} elements of {2**width} bytes, the array has {size} of "
+            f"{dtype.itemsize}; it belongs to another tensor"
         )
     if flags and mode not in (_Mode.stream, _Mode.planes):
         raise DeltaError(

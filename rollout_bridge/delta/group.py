@@ -20,11 +20,8 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import classes, places, stream, symbols
-from rollout_bridge.delta.change import ArrayChange, SparseChange
-from rollout_bridge.delta.directory import Directory
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.members import Members
-from rollout_bridge.delta.octets import Reader, inflate, varint
+from rollout_bridge.delta.blob import ArrayChange, DeltaError, Reader, SparseChange, inflate, varint
+from rollout_bridge.delta.directory import Directory, Members
 
 VERSION = 2
 MOST_ARRAYS = 1 << 12
@@ -39,7 +36,7 @@ _DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A decoded group, not yet applied: at most MOST_CHANGES ranks and steps, whatever the blob says.
+    """A decoded group, not yet applied: at most MOST_CHANGES ranks and steps, also from a damaged blob.
 
     sizes int64[arrays]; counts int64[classes, arrays]: changes of each; firsts, of the same shape: where they
     begin in `ranks` int64 (in the class of the array, ascending) and `steps` (of the arrays' dtype).
@@ -61,8 +58,7 @@ class Group:
         return self.changes_of([number], [old])[0]
 
     def changes_of(self, numbers: Sequence[int], olds: Sequence[np.ndarray]) -> list[SparseChange]:
-        """The updates of the arrays `numbers`, whose bits were `olds`: of many an order quicker than of one
-        after the other.
+        """The updates of the arrays `numbers`, whose bits were `olds`. Many at once take a tenth of the time.
 
         DeltaError if one is another array. Needs memory for a small multiple of a mebibyte or of the largest.
         """

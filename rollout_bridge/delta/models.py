@@ -26,9 +26,7 @@ _TAIL = (1.1, 1.4, 1.8, 2.3, 3.0, 4.0, 5.5, 7.5, 10.0, 14.0, 20.0, 40.0, 100.0, 
 
 
 def quantize(probabilities: np.ndarray, size: int) -> np.ndarray:
-    """Frequencies uint32[..., ALPHABET] summing to TOTAL, positive for the first `size` symbols and zero
-    after.
-    """
+    """Frequencies uint32[..., ALPHABET] summing to TOTAL, positive for the first `size` symbols only."""
     floor = np.arange(ALPHABET) < size
     frequencies = np.floor(np.where(floor, probabilities, 0.0) * (TOTAL - size)).astype(np.int64) + floor
     largest = np.argmax(frequencies, axis=-1)
@@ -50,9 +48,7 @@ def geometric(count: int, changed: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def step_families(bits: int) -> np.ndarray:
-    """Frequencies uint32[families, ALPHABET] of value steps of `bits`-bit patterns; a family is named by its
-    row.
-    """
+    """Frequencies uint32[families, ALPHABET] of value steps of `bits`-bit patterns; a row is a family."""
     rows = []
     for other in _OTHER:
         for mean in _TAIL:
@@ -73,17 +69,13 @@ def step_families(bits: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def step_costs(bits: int) -> np.ndarray:
-    """Bits that each symbol costs under each family: float64[families, ALPHABET], 0 for symbols outside the
-    alphabet.
-    """
+    """Bits of each symbol under each family: float64[families, ALPHABET], 0 outside the alphabet."""
     frequencies = step_families(bits).astype(np.float64)
     return np.where(frequencies > 0, np.log2(TOTAL / np.maximum(frequencies, 1)), 0.0)
 
 
 def describe(histogram: np.ndarray) -> bytes:
-    """An explicit table for symbols that occur `histogram` times: its length, then one byte of log-weight a
-    symbol.
-    """
+    """An explicit table of the frequencies `histogram`: its length, then a byte of log-weight a symbol."""
     used = int(np.flatnonzero(histogram)[-1]) + 1
     counts = histogram[:used] / max(1.0, histogram.max() / _LARGEST_COUNT)
     codes = np.where(histogram[:used] > 0, 1 + np.rint(16 * np.log2(np.maximum(counts, 1))), 0)

@@ -13,9 +13,8 @@ import itertools
 import numpy as np
 
 from rollout_bridge.delta import classes, models, symbols
+from rollout_bridge.delta.blob import DeltaError, Reader
 from rollout_bridge.delta.directory import Directory
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader
 
 _SAMPLE = 1 << 16  # changed elements from which a partition is chosen
 _SAMPLE_TO_CHOOSE = 1 << 13  # changed elements that say whether telling classes apart pays
@@ -32,7 +31,7 @@ class ClassChanges:
     """Changed elements class after class.
 
     start, mask: what describes the partition. sizes, moved: elements of each class, and those that change.
-    steps: of their values, as `symbols.steps_between`; ranks: where they stand in their classes; both class
+    steps: of their values, as `symbols.steps_between`; ranks: in their classes; both class
     after class.
     """
 
@@ -67,7 +66,7 @@ def of_whole(indices: np.ndarray, old_values: np.ndarray, new_values: np.ndarray
 
 
 def of_ranks(old_values: np.ndarray, new_values: np.ndarray, ranks: classes.ClassRanks) -> ClassChanges:
-    """All classes, from where a writer says that the changed elements stand in them."""
+    """All classes, from the ranks of the changed elements in them."""
     fine = classes.fine_classes(old_values, ranks.start)
     order = np.argsort(fine, kind="stable")
     moved = np.bincount(fine, minlength=classes.CLASSES)

@@ -16,8 +16,7 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import places, symbols
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader, inflate, varint
+from rollout_bridge.delta.blob import DeltaError, Reader, inflate, varint
 
 FLAG_PARTITION = 1  # there is more than one class
 _HALF = 15

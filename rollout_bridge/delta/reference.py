@@ -22,8 +22,7 @@ def conditional_entropy_bytes(old: np.ndarray, new: np.ndarray) -> float:
 def conditional_entropy_bytes_sparse(
     old_counts: tuple[np.ndarray, np.ndarray] | np.ndarray, changed_old: np.ndarray, changed_new: np.ndarray
 ) -> float:
-    """`conditional_entropy_bytes` from the histogram of all old values and the values of the changed
-    elements.
+    """`conditional_entropy_bytes` from the histogram of all old values and the changed values.
 
     old_counts: (distinct old values, how often each occurs), or an array of counts indexed by value.
     """

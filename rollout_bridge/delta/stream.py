@@ -13,8 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_bridge.delta import models, places, rans, symbols
-from rollout_bridge.delta.errors import DeltaError
-from rollout_bridge.delta.octets import Reader, varint
+from rollout_bridge.delta.blob import DeltaError, Reader, varint
 
 FLAG_PARTITION = 1  # there is more than one class
 FLAG_WIDE = 2  # many lanes: quicker, a few percent larger

@@ -60,9 +60,7 @@ def extra_size(symbols: np.ndarray) -> int:
 
 
 def unpack_extra(data: bytes, symbols: np.ndarray) -> np.ndarray:
-    """The integers int64 of `symbols` with the extra bits `data` of `pack_extra`, of exactly `extra_size`
-    bytes.
-    """
+    """The integers int64 of `symbols` with the extra bits `data`, of exactly `extra_size` bytes."""
     values = STARTS[symbols]
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     at = 0

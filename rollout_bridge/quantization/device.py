@@ -40,7 +40,7 @@ class Quantized:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["count", "counts", "positions", "old", "new"],
+    data_fields=["count", "positions", "old", "new"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +48,12 @@ class CompactedChanges:
     """What differs between two arrays [..., out, in], compacted in ascending order of position.
 
     count int32: how many elements differ. When it is larger than `max_changes` the arrays below hold only the
-    first ones, and the caller asks again with `change_bucket(count)`.
-    counts int32[...]: how many differ in each matrix, so that the host can split the arrays by matrix.
+    first ones, and the caller calls again with `change_bucket(count)`.
     positions int32[max_changes]: flat index into the whole array; old, new [max_changes]: bits before and
     after. Entries from `count` on are padding (zeros).
     """
 
     count: jax.Array
-    counts: jax.Array
     positions: jax.Array
     old: jax.Array
     new: jax.Array
@@ -102,9 +100,7 @@ def quantize_block_fp8(weights: jax.Array) -> Quantized:
 
 
 def dequantize_block_fp8(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """BF16 bits u16[..., out, in] of codes u8[..., out, in] times their block's scale, as made by
-    `quantize_block_fp8`; exact.
-    """
+    """BF16 bits u16[..., out, in] of codes u8[..., out, in] times the scale of their block; exact."""
     magnitude = (codes & 0x7F).astype(jnp.int32)
     exponents = _spread(
         (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.int32) - 127, codes.shape
@@ -120,36 +116,25 @@ def dequantize_block_fp8(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return (bits | ((codes & 0x80).astype(jnp.int32) << 8)).astype(jnp.uint16)
 
 
-def count_changes(codes: jax.Array, baseline: jax.Array) -> jax.Array:
-    """How many elements differ, int32; read on the host to choose the bucket of `diff_compact`."""
-    return jnp.sum((codes != baseline).astype(jnp.int32))
-
-
 def change_bucket(count: int, size: int) -> int:
-    """The static size to compact `count` changes of `size` elements into: a power of two, so that few
-    programs are compiled.
-    """
+    """Static size for `count` changes of `size` elements: a power of two, so that few programs compile."""
     return max(1, min(size, max(_SMALLEST_BUCKET, 1 << (max(count, 1) - 1).bit_length())))
 
 
 def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> CompactedChanges:
-    """The changes from `baseline` to `codes` [..., out, in] (same shape and dtype), in `max_changes` (static)
-    slots.
+    """The changes from `baseline` to `codes` [..., out, in], in `max_changes` (static) slots.
 
     Temporary memory is a quarter of a byte an element. Call it on each shard of a sharded array: positions
     are of the array given. Raises ValueError past 2**31 - 1 elements: positions are int32.
     """
     if codes.shape != baseline.shape or codes.dtype != baseline.dtype:
         raise ValueError(
-            f"diff_compact compares like with like, found {codes.dtype}{list(codes.shape)} against a"
-            " baseline of "
-            f"{baseline.dtype}{list(baseline.shape)}"
+            f"diff_compact: codes {codes.dtype}{list(codes.shape)} and baseline "
+            f"{baseline.dtype}{list(baseline.shape)} differ in shape or dtype"
         )
     if codes.size >= 2**31:
         raise ValueError(f"{codes.size} elements are past int32 positions; pass the leading axis in parts")
-    changed = codes != baseline
-    counts = jnp.sum(changed.astype(jnp.int32), axis=tuple(range(max(codes.ndim - 2, 0), codes.ndim)))
-    words, cumulative = _bit_index(changed.reshape(-1))
+    words, cumulative = _bit_index((codes != baseline).reshape(-1))
     count = cumulative[-1]
     rank = jnp.arange(max_changes, dtype=jnp.int32)
     word = jnp.minimum(jnp.searchsorted(cumulative, rank, side="right").astype(jnp.int32), words.size - 1)
@@ -159,7 +144,7 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Com
     positions = jnp.where(valid, positions, 0)
     old = jnp.where(valid, baseline.reshape(-1)[positions], 0).astype(codes.dtype)
     new = jnp.where(valid, codes.reshape(-1)[positions], 0).astype(codes.dtype)
-    return CompactedChanges(count, counts, positions, old, new)
+    return CompactedChanges(count, positions, old, new)
 
 
 def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +153,7 @@ def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) ->
     baseline [..., out, in]; positions int32[n]: of `diff_compact`. Returns ranks int32[n], of each position
     among the elements of its class (by the exponent of the old value, from the exponent field `start`; 0 for
     FP8 codes, 112 suits BF16 weights) in the whole stack, and sizes int32[..., 16], the elements of each
-    class in each matrix: what `delta.split_stacked` takes.
+    class in each matrix.
     """
     width = baseline.dtype.itemsize * 8
     exponents = (baseline & ((1 << (width - 1)) - 1)) >> _EXPONENT_SHIFT[width]
@@ -187,9 +172,7 @@ def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) ->
 
 
 def _bit_index(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pack a flat mask into uint32 words, least significant bit first, and count the bits up to and including
-    each word.
-    """
+    """uint32 words of a flat mask, least significant bit first; set bits up to and including each word."""
     padded = jnp.pad(mask, (0, -mask.size % _WORD) if mask.size else (0, _WORD)).reshape(-1, _WORD)
     words = jnp.sum(
         padded.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32

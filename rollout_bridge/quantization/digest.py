@@ -1,5 +1,4 @@
-"""A digest that shards can compute apart: the sum modulo 2**64, over elements, of mix(flat index, value
-bits).
+"""A digest that each shard computes apart: the sum modulo 2**64 of mix(flat index, value bits).
 
 Because it is a sum, rectangles of a tensor add up to the tensor whatever the mesh, and a sparse change
 updates it. Any change of one element changes it for certain (mix is injective in the value); other
@@ -24,9 +23,7 @@ _RAMP = np.arange(_CHUNK, dtype=np.uint64) * _INDEX_FACTOR
 
 
 def digest(bits: np.ndarray, *, start: int = 0) -> int:
-    """Digest of elements with consecutive flat indices from `start`; bits are unsigned integers of any shape,
-    row-major.
-    """
+    """Digest of unsigned integers with consecutive flat indices from `start`, row-major."""
     flat = _unsigned(bits).reshape(-1)
     count = min(_CHUNK, flat.size)
     values, shifted = np.empty((2, count), np.uint64)  # once: threads wait for each other to get memory
@@ -41,8 +38,7 @@ def digest(bits: np.ndarray, *, start: int = 0) -> int:
 
 
 def digest_rectangle(bits: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The part of the digest of a tensor of `shape` that the rectangle `bits`, whose first element is at
-    `origin`, contributes.
+    """The part that the rectangle `bits` at `origin` has in the digest of a tensor of `shape`.
 
     Raises ValueError when the rectangle does not lie inside the tensor.
     """
@@ -75,9 +71,8 @@ def update(current: int, indices: np.ndarray, old_values: np.ndarray, new_values
     old_flat, new_flat = _unsigned(old_values).reshape(-1), _unsigned(new_values).reshape(-1)
     if not indices.size == old_flat.size == new_flat.size:
         raise ValueError(
-            f"an update has one old and one new value an index, found {indices.size} indices,"
-            f" {old_flat.size} old and "
-            f"{new_flat.size} new values"
+            f"an update has one old and one new value an index, found {indices.size} indices, "
+            f"{old_flat.size} old and {new_flat.size} new values"
         )
     total = current
     for begin in range(0, indices.size, _CHUNK):

@@ -80,9 +80,7 @@ class QuantizationPlan:
         return cls(formats, (rows, columns), modules)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON, in hex: equal plans, equal fingerprints, whatever the order they
-        were built in.
-        """
+        """SHA-256 of the canonical JSON, in hex; the order in which a plan was built does not matter."""
         return hashlib.sha256(
             json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()

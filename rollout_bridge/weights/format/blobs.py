@@ -1,4 +1,4 @@
-"""Objects of the chain on their way to a reader: fetched ahead, checked, kept while they may be wanted."""
+"""Reading blobs: objects are fetched ahead, checked, and kept while they may be needed again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
 class Blobs:
     """Objects of the chain, fetched on `threads`, the last ones kept up to `limit_bytes`.
 
-    A piece that is wrong is fetched `attempts` times in all before its version counts as broken. Several
-    threads may call every method at once.
+    A wrong piece is fetched `attempts` times in all before its version counts as broken. Thread-safe.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Blobs:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blobs")
 
     def prefetch(self, keys: Iterable[str]) -> None:
-        """Starts fetching objects that will be asked for soon."""
+        """Starts fetching objects that will be needed soon."""
         with self._lock:
             for key in keys:
                 if key not in self._kept and key not in self._coming:
@@ -68,7 +67,7 @@ class Blobs:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _object(self, key: str) -> bytes | None:
-        """The object, from the last ones or the store: by one read, however many threads ask."""
+        """The object, from memory or from the store. Threads that need one object share one read."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -82,34 +81,34 @@ class Blobs:
             with self._lock:
                 self._arrived(key, coming)
             raise
-        with self._lock:  # kept in the same breath: whoever asks next finds it in one place or the other
+        with self._lock:  # under one lock: another thread finds the object in `_coming` or in `_kept`
             if self._arrived(key, coming) and data is not None:
                 self._keep(key, data)
         return data
 
     def _arrived(self, key: str, coming: Future[bytes | None]) -> bool:
-        """Whether the caller, who holds the lock, is the first to have got what was coming."""
+        """Whether the caller is the first thread to receive the object. The caller holds the lock."""
         first = self._coming.get(key) is coming
         if first:
             del self._coming[key]
         return first
 
     def _keep(self, key: str, data: bytes) -> None:
-        """Of a caller who holds the lock."""
+        """Keeps an object and drops the oldest past the limit. The caller holds the lock."""
         self._kept[key] = data
         self._kept_bytes += len(data)
         while self._kept_bytes > self._limit and len(self._kept) > 1:
             self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     def _forget(self, key: str, data: bytes | None) -> None:
-        """Makes the next one who asks fetch again, unless another thread has done so."""
+        """Drops a wrong object, so that the next read fetches it again."""
         with self._lock:
             if data is not None and self._kept.get(key) is data:
                 self._kept_bytes -= len(self._kept.pop(key))
 
 
 class PieceSource(Protocol):
-    """Where the checked bytes of a piece come from."""
+    """Returns the checked bytes of pieces."""
 
     def piece(self, ref: ManifestRef, piece: Piece) -> bytes: ...
 
@@ -122,7 +121,7 @@ class HeldPieces:
 
     @classmethod
     def of(cls, blobs: PieceSource, wanted: Iterable[tuple[ManifestRef, Piece]]) -> HeldPieces:
-        """Raises `BrokenVersion` where one cannot be had."""
+        """Raises `BrokenVersion` if a piece cannot be read."""
         held: dict[tuple[str, int, int], bytes] = {}
         for ref, piece in wanted:
             place = _place(ref, piece)
@@ -139,9 +138,9 @@ def _place(ref: ManifestRef, piece: Piece) -> tuple[str, int, int]:
 
 
 class ChangeDecoder:
-    """What pieces change. A blob that several share is read once, as long as it is among the last.
+    """Decodes pieces to changes. A blob that several pieces share is decoded once while it is kept.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, pieces: PieceSource) -> None:
@@ -149,11 +148,10 @@ class ChangeDecoder:
         self._groups: OrderedDict[tuple[object, ...], delta.Group] = OrderedDict()
         self._ahead: dict[tuple[object, ...], delta.SparseChange] = {}
 
-    def ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
-        """Decodes what `change` will be asked for next, with the same arguments: what shares a blob at once,
-        which takes a fraction of one after the other. What is wrong with a piece is told when asked for it.
+    def decode_ahead(self, wanted: Iterable[tuple[ManifestRef, Piece, np.ndarray]]) -> None:
+        """Decodes together what the next calls of `change` need, which is several times faster.
 
-        Raises `BrokenVersion` where a piece cannot be had.
+        Raises `BrokenVersion` if a piece cannot be read.
         """
         shared: dict[tuple[object, ...], list[tuple[ManifestRef, Piece, np.ndarray]]] = {}
         for ref, piece, before in wanted:
@@ -167,7 +165,7 @@ class ChangeDecoder:
             try:
                 found = self._group(ref, piece, before).changes_of(numbers, befores)
             except delta.DeltaError:
-                continue  # one by one it is told which
+                continue  # `change` decodes them one by one and names the damaged one
             self._ahead |= {(*place, number): change for number, change in zip(numbers, found, strict=True)}
 
     def change(

@@ -1,6 +1,6 @@
-"""Canonical tensors: what the weight chain carries. Hugging Face names, and bits instead of numbers.
+"""Canonical tensors: what the weight chain carries, by Hugging Face name, as bits instead of numbers.
 
-An FP8 tensor `x.weight` brings its scales `x.weight_scale_inv` along as a float32 tensor of its own.
+The scales of an FP8 tensor `x.weight` are a float32 tensor of their own, `x.weight_scale_inv`.
 """
 
 from __future__ import annotations

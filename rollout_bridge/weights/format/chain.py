@@ -1,7 +1,7 @@
 """Reading the weight chain: the head, the manifests that lead to it, and the changes their blobs hold.
 
-Everything is checked before it is believed: manifests by SHA-256, blobs by hash and length, tensors by
-digest. What is wrong with a version is a `BrokenVersion`; a store that cannot be reached is a `StoreError`.
+Everything is checked before use: manifests by SHA-256, blobs by hash and length, tensors by digest. A damaged
+version raises `BrokenVersion`; a store that cannot be reached raises `StoreError`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_latest(store: Store, data: bytes) -> Latest:
     except ValidationError as error:
         raise StoreError(
             f"store {store.url}: {LATEST_KEY} is not a pointer to a version: {str(error)[:300]}. Only the "
-            "trainer writes it; find out what else did"
+            "trainer writes it; find the other program that did"
         ) from error
 
 
@@ -81,14 +81,14 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class Link:
-    """One version of the chain, and how it is taken: `whole`, or as the change from its parent."""
+    """One version of the chain, read either `whole` or as the change from its parent."""
 
     ref: ManifestRef
     manifest: Manifest
     whole: bool
 
     def pieces(self, name: str) -> tuple[Piece, ...]:
-        """What has to be read of tensor `name`."""
+        """The pieces of tensor `name` that have to be read."""
         entry = self.manifest.tensors[name]
         return entry.blobs if self.whole or self.manifest.kind is Kind.DELTA else entry.change
 
@@ -109,8 +109,8 @@ def walk(
 ) -> list[Link]:
     """Versions that lead to `head`, oldest first: from the one after `held`, or from a full version.
 
-    Of the way from `held` and that from the newest full version the one with fewer bytes; past that full
-    version only where every manifest is there and none is in `avoid`.
+    Of these two ways it takes the one with fewer bytes. It goes past the newest full version only if every
+    manifest is there and none is in `avoid`.
     cache: manifests already read, kept by the caller. Raises `BrokenVersion` naming one that cannot be read.
     """
     links: list[Link] = []
@@ -146,9 +146,9 @@ def _nbytes(links: Iterable[Link]) -> int:
 def fold(
     links: Sequence[Link], changes: ChangeDecoder, name: str, old: np.ndarray, old_digest: int
 ) -> TensorChange:
-    """What tensor `name` becomes after all the deltas `links` (oldest first), as one change of `old`.
+    """All the deltas `links` (oldest first) of tensor `name`, as one change of `old`.
 
-    Each delta's digest is checked on the way. Raises `BrokenVersion` naming the first that does not fit.
+    The digest after each delta is checked. Raises `BrokenVersion` naming the first that does not fit.
     """
     current_digest = old_digest
     only = only_piece(links, name) is not None  # then nothing is read that was changed before
@@ -234,7 +234,7 @@ def _as_sparse(
 
 
 def _check_finite(ref: ManifestRef, name: str, dtype: str, bits: np.ndarray) -> None:
-    """No trainer publishes NaN or infinity: such bits are damage, whatever the digest says."""
+    """No trainer publishes NaN or infinity: such bits are damage even if the digest is right."""
     mask = bits.dtype.type(_NOT_FINITE[dtype])
     bad = np.count_nonzero((bits & mask) == mask)
     if bad:

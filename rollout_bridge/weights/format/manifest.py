@@ -1,6 +1,6 @@
-"""What one version of the weights is: its manifest, and the pointer `weights/latest` that names the head.
+"""The manifest of one version of the weights, and the pointer `weights/latest` that names the head.
 
-Whatever is read here was written by another machine: every field is checked before use.
+Another machine wrote these bytes, so every field is checked before use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class BrokenVersion(ExpectedError, ValueError):
-    """A manifest or blob is missing or not what was published. `ref` names the version, `what` the object."""
+    """A manifest or blob is missing or damaged. `ref` names the version, `what` the object."""
 
     def __init__(self, ref: ManifestRef, what: str, reason: str) -> None:
         super().__init__(f"version {ref.version} (incarnation {ref.incarnation}): {what}: {reason}")
@@ -53,7 +53,7 @@ class _Record(BaseModel):
 
 
 class ManifestRef(_Record):
-    """A manifest by place and SHA-256 of its bytes."""
+    """A manifest, named by its version, incarnation and the SHA-256 of its bytes."""
 
     version: Annotated[int, Field(ge=1, lt=2**53)]
     incarnation: _Count
@@ -70,11 +70,11 @@ class ManifestRef(_Record):
 
 
 class Latest(_Record):
-    """`weights/latest`. version 0 with no manifest: the run has an owner and has published nothing.
+    """`weights/latest`. Version 0 without a manifest: the run has an owner and has published nothing.
 
     incarnation: of the trainer that owns the run; the manifest may be of an earlier one.
-    full: the newest full version, where a reader goes when the chain to `manifest` is broken.
-    owner: who owns the run, for messages.
+    full: the newest full version, which a reader takes when the chain to `manifest` is broken.
+    owner: host and process of the trainer, for messages.
     """
 
     version: _Count
@@ -101,7 +101,7 @@ class Piece(_Record):
     """One encoded rectangle of a tensor: `length` bytes at `offset` of the object `key` of this version.
 
     hash: xxh3-128 of those bytes, hex. rectangle: [start, stop) along each axis of the Hugging Face tensor.
-    member: its number in a blob that several pieces share; None: the blob is of this piece alone.
+    member: its number in a blob that several pieces share; None: the blob holds this piece alone.
     """
 
     key: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*\.blob$")]
@@ -121,9 +121,9 @@ class Piece(_Record):
 
 
 class TensorEntry(_Record):
-    """A tensor after this version. No blobs: it did not change, and the digest is the old one.
+    """A tensor after this version. Without blobs it did not change, and its digest is the old one.
 
-    change: in a full version that `follows` its parent, what changed since the parent, as a delta has it.
+    change: in a full version that `follows` its parent, the pieces of the change since the parent.
     changed: how many elements changed since the parent; all of them in a full version that does not follow.
     """
 
@@ -144,7 +144,7 @@ class TensorEntry(_Record):
 
 
 class Stats(_Record):
-    """Sizes of the blobs in bytes, the manifest left out. 0: the version does not have that form.
+    """Sizes of the blobs in bytes, without the manifest. 0: the version does not have that form.
 
     delta_bytes: of the change since the parent. full_bytes: of all bits. reference_bytes: order-0 conditional
         entropy of the change. full_bytes_bf16: of the checkpoint, uncompressed.
@@ -162,9 +162,9 @@ class Stats(_Record):
 class Manifest(_Record):
     """One version of the weights, written last: a reader that sees it can read every blob it names.
 
-    format_version: 2 since pieces may share a blob; what reads 2 reads 1.
-    follows: a full version that lists the change from its parent too, for readers that hold the parent.
-    time: unix seconds of its making, by the clock of process 0.
+    format_version: pieces may share a blob from 2 on; a reader of 2 also reads 1.
+    follows: a full version that also lists the change from its parent, for readers that hold the parent.
+    time: unix seconds when it was made, by the clock of process 0.
     """
 
     format_version: Literal[1, 2] = 2

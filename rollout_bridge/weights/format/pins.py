@@ -1,4 +1,4 @@
-"""Evaluation requests of the trainer, as far as weights care: hold one version until they are answered."""
+"""Versions that evaluation requests hold until the requests are answered."""
 
 from __future__ import annotations
 

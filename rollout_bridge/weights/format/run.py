@@ -1,4 +1,4 @@
-"""`run.json`: what a run is. Created once; only the incarnation moves, by compare-and-swap."""
+"""`run.json`: model, quantisation and tokenizer of a run. Created once; only the incarnation changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT_VERSION = 1
 
 
 class RunError(ExpectedError, ValueError):
-    """The store holds no run, another run, or a damaged one; says which and what to do."""
+    """The store holds no run, another run, or a damaged one; the message names which and what to do."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def load(store: Store) -> RunInfo | None:
 def create_or_join(store: Store, run: RunInfo) -> RunInfo:
     """Creates `run`, or joins the one that is there if model and quantisation are the same.
 
-    Id, tokenizer and incarnation of an existing run win. Raises `RunError` if it is of another model.
+    The id, tokenizer and incarnation of an existing run are kept. Raises `RunError` if its model differs.
     """
     if store.create_json(RUN_KEY, run.to_json()):
         return run

@@ -1,6 +1,6 @@
-"""Work on some tensors of a mirror file: what a decoding process does, and any other place can.
+"""Decoding some tensors of a mirror file, in a decoding process or in the calling one.
 
-Only what a batch needs travels: its part of the manifests and its pieces, fetched and checked.
+A batch carries all it needs: its part of the manifests, and its pieces, already fetched and checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WINDOW_BYTES = 1 << 22  # of small tensors decoded at once
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlace:
-    """Tensor `name` at `offset` of a file. before: its digest there."""
+    """Tensor `name` at `offset` of a mirror file. before: the digest of its bits there."""
 
     name: str
     spec: TensorSpec
@@ -37,7 +37,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
-    """Tensors of `file`, and the versions to take them through, oldest first."""
+    """Tensors of `file`, and the versions to apply to them, oldest first."""
 
     file: Path
     places: tuple[TensorPlace, ...]
@@ -60,19 +60,17 @@ class DecodeBatch:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that a process takes for it, about: what it is sent, and one tensor after the other, or a
-        window of small ones.
-        """
+        """About the memory that a process needs: the pieces, and a tensor or a window of small ones."""
         largest = max((place.spec.nbytes for place in self.places), default=0)
         return _WORKING_BYTES * max(largest, _WINDOW_BYTES) + sum(map(len, self.contents.held.values()))
 
 
 def fold(batch: DecodeBatch) -> Iterator[TensorChange]:
-    """What each tensor becomes; the file is only read. Raises `BrokenVersion`."""
+    """The change of each tensor; the file is only read. Raises `BrokenVersion`."""
     data = np.memmap(batch.file, mode="r", dtype=np.uint8)
     changes = ChangeDecoder(batch.contents)
     for places in filled(batch.places, _WINDOW_BYTES):
-        changes.ahead(_only_pieces(batch.links, data, places))
+        changes.decode_ahead(_only_pieces(batch.links, data, places))
         for place in places:
             change = chain.fold(batch.links, changes, place.name, _tensor(data, place), place.before)
             yield dataclasses.replace(change, indices=_narrow(change.indices))
@@ -80,20 +78,20 @@ def fold(batch: DecodeBatch) -> Iterator[TensorChange]:
 
 @dataclass(frozen=True)
 class Folding:
-    """`batch`, whose changes go to a part of the journal at `path`."""
+    """`batch`, and the `path` of the journal part that its changes are written to."""
 
     batch: DecodeBatch
     path: Path
 
 
 def fold_into(folding: Folding) -> JournalPart:
-    """`fold`, without bringing the changes to anyone."""
+    """`fold`, with the changes written to a part of the journal."""
     offsets = {place.name: (place.offset, place.offset + place.spec.nbytes) for place in folding.batch.places}
     return parts.write(folding.path, offsets, fold(folding.batch))
 
 
 def fill(batch: DecodeBatch) -> None:
-    """Writes each tensor as the first link, a full version, has it, and the others change it."""
+    """Writes each tensor of the first link, a full version, and applies the other links to it."""
     data = np.memmap(batch.file, mode="r+", dtype=np.uint8)
     changes = ChangeDecoder(batch.contents)
     full, deltas = batch.links[0], batch.links[1:]
@@ -128,7 +126,7 @@ def filled(places: Iterable[TensorPlace], limit: int) -> Iterator[list[TensorPla
 def _only_pieces(
     links: Sequence[Link], data: np.ndarray, places: Sequence[TensorPlace]
 ) -> Iterator[tuple[ManifestRef, Piece, np.ndarray]]:
-    """Of tensors that one piece changes: it, and the bits it changes."""
+    """The piece of each tensor that only one piece changes, and the bits before."""
     for place in places:
         found = chain.only_piece(links, place.name)
         if found is not None:
@@ -142,5 +140,5 @@ def _tensor(data: np.ndarray, place: TensorPlace) -> np.ndarray:
 
 
 def _narrow(indices: np.ndarray) -> np.ndarray:
-    """Half as wide where that holds them: as the journal keeps them."""
+    """As uint32 where that suffices, which is what the journal writes."""
     return indices.astype(np.uint32) if indices.size and int(indices[-1]) < 2**32 else indices

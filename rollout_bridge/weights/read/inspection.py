@@ -1,4 +1,4 @@
-"""What a weight chain is: its versions and their sizes, where they change, who serves what, and its health.
+"""A report on a weight chain: versions, sizes, where they change, what each agent serves, and problems.
 
 Reads the store and writes nothing to it. Everything returned is plain JSON.
 """
@@ -67,7 +67,7 @@ def inspect_weights(store: Store, *, verify: bool = False, now: float | None = N
 
 
 def _links(store: Store, joined: RunInfo) -> tuple[list[Link], str]:
-    """The chain as far back as it goes, oldest first, and what is wrong where that is short of a full one."""
+    """The chain as far back as it can be read, oldest first; the problem if no full version was reached."""
     latest = chain.read_latest(store)
     ref = latest.manifest if latest else None
     links: list[Link] = []
@@ -75,7 +75,7 @@ def _links(store: Store, joined: RunInfo) -> tuple[list[Link], str]:
         try:
             manifest = chain.read_manifest(store, ref, joined)
         except BrokenVersion as error:
-            # Old versions are removed: what is left begins with a full one, or readers need older ones' help.
+            # Old versions are removed. The rest is sound if it contains a full version.
             full = any(link.manifest.kind is Kind.FULL for link in links)
             return links[::-1], "" if full and error.reason == "missing" else str(error)
         links.append(Link(ref, manifest, whole=manifest.kind is Kind.FULL))
@@ -142,7 +142,7 @@ def _agents(store: Store, head: int, now: float) -> list[dict[str, Any]]:
 
 
 def _health(store: Store, links: list[Link], head: int, problems: list[str]) -> dict[str, Any]:
-    """`ok`, and why not; what is quarantined, and what unfinished attempts left beside the chain."""
+    """`ok` or the problems; what is quarantined; versions of unfinished attempts, outside the chain."""
     quarantined = {}
     for key in store.list(QUARANTINE_PREFIX):
         record: Any = store.read_json(key)
@@ -163,7 +163,7 @@ def _health(store: Store, links: list[Link], head: int, problems: list[str]) -> 
 
 
 def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, int]:
-    """Replays tensor by tensor from the oldest full version; appends what it finds to `problems`."""
+    """Replays each tensor from the oldest full version on; appends each problem to `problems`."""
     first = next((i for i, link in enumerate(links) if link.manifest.kind is Kind.FULL), len(links))
     links = links[first:]
     verified = 0

@@ -1,8 +1,8 @@
-"""A write-ahead journal of absolute values: applied once, twice, or half and then again, it gives one result.
+"""A write-ahead journal of absolute values: applying it again, or after half of it, gives the same result.
 
-File: magic; per tensor its flat indices and new bits; what they are (JSON: the caller's state and, per
-tensor, name, count, width of its indices, dtype) and the length of that, 8 bytes; the xxh3-128 of all before.
-It appears under its final name only when complete and on disk.
+File: magic; the flat indices and new bits of each tensor; a JSON header (the caller's state and, for each
+tensor, name, count, width of its indices, dtype); the length of the header, 8 bytes; the xxh3-128 of all
+that. The file gets its final name only when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JournalError(ValueError):
 
 
 def write(path: Path, state: dict[str, Any], changes: Iterable[TensorChange]) -> None:
-    """Writes and syncs the journal; a crash before the end leaves `path` absent, an exception nothing."""
+    """Writes and syncs the journal. After a crash or an exception before the end, `path` does not exist."""
     with whole_file(path, durable=True) as file:
         _write(file, state, changes)
 
@@ -55,7 +55,7 @@ def _write(file: BinaryIO, state: dict[str, Any], changes: Iterable[TensorChange
 
 
 def read(path: Path) -> tuple[dict[str, Any], Iterator[TensorChange]]:
-    """(state, changes) of a journal, checked whole before the first change. Raises `JournalError`."""
+    """(state, changes) of a journal. Its checksum is checked first. Raises `JournalError`."""
     data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
     content, found = data[:-HASH_BYTES], bytes(data[-HASH_BYTES:])
     if xxhash.xxh3_128(content.data).digest() != found:

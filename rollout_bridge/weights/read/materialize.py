@@ -1,7 +1,7 @@
 """A Hugging Face directory of one version, for an engine that loads from files.
 
-Written beside its final name and renamed, then never changed: a server may load from it at any time. Every
-directory says which version it is in `jaxtrain_version.json`.
+It is written under another name, renamed, and never changed: a server may load from it at any time.
+`jaxtrain_version.json` in it names the version.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def materialize(
 ) -> Path:
     """Writes ``directory/<version>-<incarnation>-<format>/`` and returns it; an existing one is kept.
 
-    engine_format: "fp8" stores the canonical codes and scales with a quantization_config; "bf16" the weights
-        they stand for, exactly.
+    engine_format: "fp8" stores the canonical codes and scales with a quantization_config; "bf16" stores the
+        dequantised weights, exactly.
     shard_bytes: larger models are split into files of about this size, with an index.
     Raises ValueError for another format, or if a directory of that name holds something else.
     """
@@ -64,7 +64,7 @@ def materialize(
 
 
 def read_stamp(directory: Path) -> dict[str, Any] | None:
-    """Which version a materialised directory is; None if it is not one."""
+    """The version of a materialised directory, as `materialize` wrote it; None for another directory."""
     path = directory / STAMP
     return json.loads(path.read_text()) if path.exists() else None
 

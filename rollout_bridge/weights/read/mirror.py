@@ -1,12 +1,12 @@
-"""The canonical tensors of one version on a host's disk, moved from version to version without a torn state.
+"""The canonical tensors of one version on a host's disk. Moving to another version is atomic.
 
-Invariants, whatever moment the process dies at:
+Invariants, at whatever moment the process dies:
 - after opening, and after `recover`, the mirror is exactly one version, the one before or the one after an
   interrupted change; an error on the way leaves none until then;
-- a delta is journalled whole (absolute values) and synced before the first byte of `tensors.bin` changes;
-  a journal in parts counts when the list of them is there;
-- a full version is written beside the old one and renamed over it;
-- `version.json` moves after the bits are on disk, and the journal goes after `version.json`.
+- the whole delta is in the journal (absolute values), synced, before the first byte of `tensors.bin` changes;
+  a journal in parts is valid once the list of its parts is on disk;
+- a full version is written to another file and renamed over the old one;
+- `version.json` is replaced after the bits are on disk; the journal is removed after that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def one_by_one(work: Callable[[Any], None], items: list[Any]) -> None:
 
 
 class Mirror:
-    """Owner of a mirror directory: one process at a time. Others read it through `MirrorView`."""
+    """The owner of a mirror directory, one process at a time. Others read it through `MirrorView`."""
 
     def __init__(self, directory: str | Path) -> None:
         """Opens or creates the directory and finishes what a crash interrupted.
@@ -94,7 +94,7 @@ class Mirror:
         return materialize.materialize(self.view, Path(directory), engine_format)
 
     def bind(self, run: RunInfo) -> None:
-        """Says which run the mirror is of. One of another run or model is emptied."""
+        """Makes it a mirror of `run`. A mirror of another run or model is emptied first."""
         path = self.directory / mirror_view.RUN
         if path.exists():
             held = json.loads(path.read_bytes())
@@ -110,7 +110,7 @@ class Mirror:
         files.write_whole(path, json.dumps(run.to_json()), durable=True)
 
     def reset(self) -> None:
-        """Forgets the version held. `version.json` goes first, so no half-removed version is ever read."""
+        """Removes the version held. `version.json` goes first, so no half-removed version is ever read."""
         self._view = None
         for name in (mirror_view.VERSION, _NEW_VERSION, _JOURNAL, _NEW_TENSORS, mirror_view.TENSORS):
             (self.directory / name).unlink(missing_ok=True)
@@ -118,10 +118,9 @@ class Mirror:
         files.sync_directory(self.directory)
 
     def replace(self, run: RunInfo, state: MirrorState, fill: Callable[[Path], None]) -> None:
-        """Moves to a full version: `fill(file)` writes every tensor to its place (`mirror_view.layout`).
+        """Moves to a full version: `fill(file)` writes every tensor at its offset (`mirror_view.layout`).
 
-        The old version stays whole until `fill` has returned and the new bits are on disk; an exception of
-        `fill` leaves it.
+        The old version stays whole until the new bits are on disk. If `fill` raises, the old version is kept.
         """
         _, size = mirror_view.layout(run.tensors)
         path = self.directory / _NEW_TENSORS
@@ -139,7 +138,7 @@ class Mirror:
             self._redo_replace()
 
     def apply(self, state: MirrorState, changes: Iterable[TensorChange]) -> None:
-        """Moves to the version of `state` by setting elements: journal, then bits, then version."""
+        """Moves to the version of `state` by setting elements: first the journal, then bits, then version."""
         _ = self.view
         journal.write(self.directory / _JOURNAL, state.to_json(), changes)
         with self._half_moved():
@@ -163,7 +162,7 @@ class Mirror:
             self._redo_journal(for_each)
 
     def close(self) -> None:
-        """Lets another process own the directory. The bits stay."""
+        """Releases the directory for another process. The bits stay."""
         self._view = None
         self._lock.close()
 
@@ -183,7 +182,7 @@ class Mirror:
         for path in self.directory.glob("*.tmp"):
             path.unlink()
         if not (self.directory / _JOURNAL).exists():
-            parts.remove(self.directory)  # of an update that never came to its journal
+            parts.remove(self.directory)  # of an update that died before its journal was complete
         if (self.directory / _NEW_VERSION).exists():
             logger.warning("mirror %s: finishing an interrupted full version", self.directory)
             self._redo_replace()

@@ -1,9 +1,9 @@
 """The files of a mirror, read-only: any process on the host can map the tensors from them.
 
-``run.json`` what the tensors belong to; ``index.json`` name -> dtype, shape, offset; ``tensors.bin`` all
-canonical bits; ``version.json`` which version they are and the digest of each. Between two versions the files
-of a mirror change under their names, so a view is for use while its owner holds still (during an engine
-update).
+``run.json``: the run; ``index.json``: name -> dtype, shape, offset; ``tensors.bin``: all canonical bits;
+``version.json``: their version and the digest of each tensor. A new version changes these files in place, so
+a
+view is valid only while the owner makes no update: during an engine update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MirrorError(ExpectedError):
 
 @dataclass(frozen=True)
 class MirrorState:
-    """Which version the bits are, and the digest of every tensor."""
+    """The version of the bits, and the digest of every tensor."""
 
     ref: ManifestRef
     step: int
@@ -53,7 +53,7 @@ class MirrorState:
 
 @dataclass(frozen=True)
 class MirrorView:
-    """One version of all tensors. `run` says how to read them; `offsets` are into `tensors.bin`."""
+    """One version of all tensors of `run`. `offsets` are into `tensors.bin`."""
 
     directory: Path
     run: RunInfo
@@ -78,13 +78,13 @@ class MirrorView:
         return array
 
     def writable(self, name: str) -> np.ndarray:
-        """`tensor`, writable if the view was opened so. For the owner of the mirror only."""
+        """`tensor`, writable if the view was opened writable. For the owner of the mirror only."""
         spec = self.specs[name]
         offset = self.offsets[name]
         return self.data[offset : offset + spec.nbytes].view(spec.bits).reshape(spec.shape)
 
     def verify(self, names: Iterable[str] | None = None) -> int:
-        """Recomputes digests from the bits; how many it did. Raises `MirrorError` naming a wrong tensor."""
+        """Recomputes digests from the bits; returns how many. Raises `MirrorError` naming a wrong tensor."""
         count = 0
         for name in self.specs if names is None else names:
             self.check(name, digest.digest(self.tensor(name)))

@@ -1,7 +1,7 @@
-"""The same work for many items by several processes, its results in order, its memory bounded.
+"""One function over many items in several processes: results in order, memory bounded.
 
-Processes and not threads: decoding is a few hundred short calls of numpy a tensor, between which threads of
-one interpreter wait for each other (two were slower than one).
+Processes and not threads: decoding is a few hundred short numpy calls a tensor, and threads wait for the
+interpreter lock between them (two threads were slower than one).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import TypeVar
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-_MOST = 64  # of a host with more cores, which serves as well
-_AHEAD = 4  # items a process that may be begun before the first of them is taken
-_LOOK_SECONDS = 2.0  # between looks at whether what is waited for can still come
+_MOST = 64  # on a host with more cores: it also serves
+_AHEAD = 4  # items for each process that may be started before the first result is taken
+_LOOK_SECONDS = 2.0  # between checks that the pool still works
 
 
 def default_count() -> int:
-    """One for each core this process may use, up to a limit."""
+    """The cores this process may use, up to a limit."""
     return max(1, min(_MOST, len(os.sched_getaffinity(0))))
 
 
 class Workers:
-    """`count` processes, started when there is first something for them; or none, if `count` is one."""
+    """`count` processes, started for their first item; none if `count` is one."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -46,12 +46,12 @@ class Workers:
         cost: Callable[[_Item], int],
         limit: int,
     ) -> Iterator[_Result]:
-        """`work(item)` of each, in the order of `items`; both can be pickled. here: by the caller itself.
+        """`work(item)` of each item, in order. here: in the calling process; else both are pickled.
 
-        cost: of an item, from its start until its result has been taken and the next one is asked for; those
-        begun and not yet taken stay within `limit` in all, or are one. What the first item that fails raises
-        is raised in its place; then, or when the caller stops, nothing is begun any more and what was begun
-        has ended. Raises OSError if a process died.
+        cost: of an item, from its start until the result after it is asked for. The items in progress cost at
+        most `limit` together, or there is only one. An error of an item is raised in its place. After an
+        error, or when the caller stops, no item is started and those in progress have ended. Raises OSError
+        if a process died.
         """
         if here or self.count == 1:
             for item in items:
@@ -74,7 +74,7 @@ class Workers:
                 yield result(self._pool, begun[0][0])
                 begun.popleft()
         except BrokenProcessPool as error:
-            begun.clear()  # the pool ends all of them; one cancelled meanwhile would keep it from that
+            begun.clear()  # the pool fails them all, which it could not do if one were cancelled meanwhile
             self.close(wait=True)
             raise OSError(
                 "a decoding process died: the kernel kills one when memory runs out (dmesg says so). Others "
@@ -85,45 +85,45 @@ class Workers:
                 future.cancel()
             try:
                 _ended(self._pool, [future for future, _ in begun])
-            except BrokenProcessPool:  # those that are left have ended with their processes
+            except BrokenProcessPool:  # the others ended with their processes
                 self.close(wait=True)
 
     def close(self, *, wait: bool = False) -> None:
-        """Ends the processes, or has them end."""
+        """Ends the processes. wait: returns when they have ended."""
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
             self._pool = None
 
 
 def result(pool: Executor, future: Future[_Result]) -> _Result:
-    """What `pool` makes of `future`. Raises what that raises, `BrokenProcessPool` if a process died.
+    """The result of `future` of `pool`. Raises its error, or `BrokenProcessPool` if a process died.
 
-    A pool of Python 3.11 forgets what it is handed at the moment when one of its processes dies: to wait for
-    that alone could last for ever.
+    A pool of Python 3.11 loses an item that is submitted while one of its processes dies, so
+    `future.result()` alone could wait for ever.
     """
     _ended(pool, [future])
     return future.result()
 
 
 def _ended(pool: Executor, futures: list[Future[_Result]]) -> None:
-    """Returns when all have. Raises `BrokenProcessPool` if the pool is broken and some never will."""
+    """Waits for all. Raises `BrokenProcessPool` if the pool is broken, so that some will never end."""
     while wait(futures, _LOOK_SECONDS).not_done:
         try:
             pool.submit(os.getpid)
         except BrokenProcessPool:
             raise
-        except RuntimeError:  # it takes nothing new any more, and ends what it has
+        except RuntimeError:  # shut down: it finishes what it has
             continue
 
 
 def each(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """`work` of several items in one go: a process is handed few large things faster than many small ones."""
+    """`work` of several items in one call: fewer messages between processes."""
     for item in items:
         work(item)
 
 
 def begin() -> None:
-    """In a new process: ends with its parent, however that dies, and not by a key pressed in the terminal."""
+    """In a new process: exits when its parent dies, and ignores Ctrl-C in the terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
-"""A journal in parts, each written, and later set, by the process that decoded it.
+"""A journal in parts: a process writes the changes it decoded to a part, and later some process applies it.
 
-The journal proper lists the parts with their hashes and is what makes them count; a part is a journal of its
-own whose state says where in the mirror's file its tensors lie.
+The main journal lists the parts with their hashes, and makes them valid. A part is a journal too; its state
+holds the offsets of its tensors in the mirror's file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIX = ".part"
 
 @dataclass(frozen=True)
 class JournalPart:
-    """A part at `path`, and the hash that it ends with."""
+    """A part at `path`, and the hash at its end."""
 
     path: Path
     hash: str
@@ -42,23 +42,23 @@ def check(part: JournalPart) -> None:
 
 @dataclass(frozen=True)
 class PartWrite:
-    """`part`, to be set in `file`."""
+    """A `part`, and the mirror `file` to write its values to."""
 
     part: JournalPart
     file: Path
 
 
-def set_bits(setting: PartWrite) -> None:
-    """Gives the elements their values: once, twice, or half and then again."""
-    state, changes = journal.read(setting.part.path)
-    data = np.memmap(setting.file, mode="r+", dtype=np.uint8)
+def set_bits(write: PartWrite) -> None:
+    """Writes the values. Doing it again, or after a crash half-way, gives the same file."""
+    state, changes = journal.read(write.part.path)
+    data = np.memmap(write.file, mode="r+", dtype=np.uint8)
     for change in changes:
         begin, end = state["offsets"][change.name]
         np.asarray(data[begin:end]).view(change.values.dtype)[change.indices] = change.values
 
 
 def remove(directory: Path) -> None:
-    """All parts in `directory`, whatever they are of."""
+    """Removes all parts in `directory`."""
     for path in directory.glob(f"*{SUFFIX}"):
         path.unlink(missing_ok=True)
 

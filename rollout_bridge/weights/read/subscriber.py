@@ -1,10 +1,9 @@
-"""The fleet's side of the weight chain: brings a mirror to a version, whatever was missed or broken.
+"""The fleet's side of the weight chain: brings a mirror to a version, also past missed or broken ones.
 
-Nothing of the mirror is touched before every blob of the change is fetched and every digest agrees. Tensors
-of a large model are decoded by several processes, each verified where it is decoded, and journalled in one
-order. A version found broken is remembered and reported below `weights/quarantine/`, which makes the trainer
-publish a full version next; until then the mirror goes as far as the chain is good, or to the newest full
-version.
+The mirror changes only after every blob of the change is fetched and every digest agrees. Several processes
+decode the tensors of a large model; each verifies what it decodes. A broken version is remembered and
+reported below `weights/quarantine/`, and the trainer then publishes a full version. Until then the mirror
+goes as far as the chain is good, or to the newest full version.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _CACHED_MANIFESTS = 64
-_BATCH_BYTES = 1 << 24  # of tensors that one process decodes at once, where there are few
-_LARGE = 4  # times as much where there are many: to hand out a batch costs a millisecond of one process
-_TURNS = 8  # batches a process, from which there are many
-_PREFETCHED = 2  # batches whose objects are on their way before they are asked for
+_BATCH_BYTES = 1 << 24  # of the tensors of one batch, if there are few tensors
+_LARGE = 4  # times as much if there are many: sending a batch takes a millisecond
+_TURNS = 8  # batches for each process, from which on there are many
+_PREFETCHED = 2  # batches whose objects are fetched ahead
 
 
 class Subscriber:
     """Follows one store into one mirror.
 
-    name: says who found a version broken. attempts: reads of a blob before its version counts as broken.
-    verify_bytes: after each update tensors are digested again from the mirror's own bytes, up to this many
-        bytes, the changed ones first, in turn; the digests of the change itself are always checked.
-    decoders: processes that decode, verify and digest, one a core by default; tensors of less than
-        `inline_bytes` in all are decoded by the caller, since a process takes a second to start.
-        in_flight_bytes: memory they may use together, about; a tensor that needs more is decoded alone.
+    name: of this reader, for quarantine records. attempts: to read a blob, before its version is broken.
+    verify_bytes: after each update, digests are computed again from the mirror's file for up to this many
+        bytes: changed tensors first, then those checked longest ago. Digests of a change always are.
+    decoders: processes that decode, verify and digest; by default one for each core. The caller decodes
+        tensors of less than `inline_bytes` in all itself, because a process takes a second to start.
+    in_flight_bytes: about the memory they may use together; a tensor that needs more is decoded alone.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Subscriber:
         self._run: RunInfo | None = None
 
     def close(self) -> None:
-        """Ends the processes that decode; the mirror is its owner's to close."""
+        """Ends the processes that decode. The caller closes the mirror."""
         self._workers.close()
 
     def join(self) -> RunInfo:
@@ -119,10 +118,10 @@ class Subscriber:
         return self._update(frozenset(self.mirror.view.specs), verified)
 
     def renew(self, version: int | None = None) -> Update | None:
-        """`advance`, then everything the mirror holds: for an engine that holds nothing, or nothing to trust.
+        """`advance`, then all tensors of the mirror: for an engine that holds no valid version.
 
-        What stands in the way of moving on is logged, if there is a version of this run to serve meanwhile;
-        else raised. None if nothing is published.
+        If advancing fails and the mirror holds a version of this run, the error is logged and that version is
+        returned; without one the error is raised. None if nothing is published.
         """
         try:
             self.advance(version)
@@ -154,7 +153,7 @@ class Subscriber:
             try:
                 return self._move(joined, self._plan(joined, latest, target))
             except BrokenVersion as error:
-                # Retried with the broken version known, until a good way is found or none is left.
+                # Try again without the broken version, until a good way is found or none is left.
                 if failure is not None and str(failure) == str(error):
                     raise
                 failure = error
@@ -181,7 +180,7 @@ class Subscriber:
                 good.append(link)
             if good:
                 return good
-            # The chain begins with a full version that is broken or too new: try what led to it.
+            # The chain begins with a full version that is broken or too new: try the versions before it.
             first = links[0]
             if first.manifest.parent is None or first.manifest.parent.version <= held_version:
                 reason = self.broken.get(first.ref, f"leads past version {target}")
@@ -224,11 +223,11 @@ class Subscriber:
         return self._update(changed, len(state.digests))
 
     def _here(self, places: list[TensorPlace]) -> bool:
-        """Whether it is too little to start processes for."""
+        """Whether it is too little work to start processes for."""
         return self._workers.count == 1 or sum(place.spec.nbytes for place in places) < self._inline_bytes
 
     def _fill(self, joined: RunInfo, links: list[Link], blobs: Blobs, file: Path) -> None:
-        """A full version and the deltas after it, straight into the new file."""
+        """Writes a full version and the deltas after it to the new file."""
         specs = joined.tensors
         offsets, _ = mirror_view.layout(specs)
         places = [TensorPlace(name=name, spec=specs[name], offset=offsets[name], before=0) for name in specs]
@@ -237,7 +236,7 @@ class Subscriber:
             pass
 
     def _apply(self, state: MirrorState, links: list[Link], blobs: Blobs, names: list[str]) -> None:
-        """What deltas change, by way of a journal: of this process, or in parts by those that decode."""
+        """Applies deltas through a journal. Decoding processes each write a part of it."""
         view, last = self.mirror.view, links[-1]
         for name in last.manifest.tensors.keys() - set(names):
             if last.manifest.tensors[name].digest_value != view.state.digests[name]:
@@ -283,13 +282,13 @@ class Subscriber:
     def _batches_of(
         self, file: Path, places: list[TensorPlace], links: list[Link], blobs: Blobs
     ) -> Iterator[DecodeBatch]:
-        """All of `places`, with the objects of the next ones already on their way."""
+        """All of `places` in batches, while the objects of the next batches are fetched."""
 
         def where(place: TensorPlace) -> list[tuple[int, str, int]]:
             pieces = [(link, piece) for link in links for piece in link.pieces(place.name)]
             return [(link.ref.version, piece.key, piece.offset) for link, piece in pieces[:1]]
 
-        batches = list(self._batches(sorted(places, key=where)))  # those that share a blob come together
+        batches = list(self._batches(sorted(places, key=where)))  # neighbours share blobs
         for number, batch in enumerate(batches):
             for coming in batches[number : number + _PREFETCHED]:
                 for place in coming:
@@ -297,13 +296,13 @@ class Subscriber:
             yield DecodeBatch.of(file, batch, links, blobs)
 
     def _batches(self, places: list[TensorPlace]) -> Iterator[list[TensorPlace]]:
-        """Neighbours that fill a batch together."""
+        """Splits `places` into batches of neighbours."""
         fair = sum(place.spec.nbytes for place in places) // (_TURNS * self._workers.count)
         limit = max(_BATCH_BYTES, min(fair, _LARGE * _BATCH_BYTES))
         return decoding.filled(places, limit)
 
     def _verify_bytes_of(self, changed: frozenset[str]) -> None:
-        """Digests what is on disk, least recently checked first, within the budget of one update."""
+        """Checks digests on disk within `verify_bytes`: changed tensors, then those checked longest ago."""
         view = self.mirror.view
         self._updates += 1
         budget = self._verify_bytes
@@ -321,7 +320,7 @@ class Subscriber:
             raise
 
     def _digested(self, view: MirrorView, names: list[str]) -> Iterator[list[str]]:
-        """Compares the bits of each tensor with its digest: the names, batch by batch.
+        """Compares the bits of each tensor with its digest. Yields the names, batch by batch.
 
         Raises `MirrorError` naming the first wrong one.
         """

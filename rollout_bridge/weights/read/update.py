@@ -1,4 +1,4 @@
-"""What a subscriber hands to an engine: one version, verified, and where its tensors are."""
+"""What an engine receives from a subscriber: one verified version, and where its tensors are."""
 
 from __future__ import annotations
 

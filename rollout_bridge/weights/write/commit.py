@@ -1,7 +1,7 @@
-"""Committing a version: who owns the run, what each process wrote, the manifest, and the move of the head.
+"""Committing a version: owner of the run, what each process wrote, the manifest, and the new head.
 
 The order that keeps readers safe: blobs, then the manifest by conditional create, then `weights/latest` by
-compare-and-swap. Whatever moment the trainer dies at, the head names a manifest whose blobs are all there.
+compare-and-swap. At whatever moment the trainer dies, the head names a manifest whose blobs are all there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Superseded(ExpectedError):
 
 
 class Begin(BaseModel):
-    """What process 0 tells the others about a publication."""
+    """The message of process 0 to the other processes that a publication starts, and its kind."""
 
     model_config = ConfigDict(extra="forbid")
     attempt: str
@@ -59,9 +59,9 @@ class Begin(BaseModel):
 
 
 class ProcessTensor(BaseModel):
-    """What one process wrote of a tensor. digest: its part of a full digest, or of the digest's change.
+    """What one process wrote of a tensor.
 
-    changed: elements of it.
+    digest: its part of a full digest, or of the change of the digest. changed: how many elements changed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -73,7 +73,7 @@ class ProcessTensor(BaseModel):
 class ProcessPart(BaseModel):
     """What one process wrote of a version.
 
-    change: of a full version that follows its parent, what a delta has in `tensors`.
+    change: in a full version that follows its parent, what a delta would have in `tensors`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -87,7 +87,7 @@ class ProcessPart(BaseModel):
 
 
 def take_over(store: Store, *, owner: str) -> Latest:
-    """Makes this trainer the owner: same version, incarnation + 1. The pointer it now owns.
+    """Makes this trainer the owner: same version, incarnation + 1. Returns the new pointer.
 
     Raises `Superseded` if another trainer took over at the same moment, `RunError` if there is no run.
     """
@@ -110,9 +110,9 @@ def take_over(store: Store, *, owner: str) -> Latest:
 
 
 def announce(store: Store, mine: Latest) -> None:
-    """Moves the head to `mine`, from the version before it; nothing to do if it is there already.
+    """Moves the head to `mine` from the version before it. Does nothing if it is there already.
 
-    Raises `Superseded` if the run has another owner by now.
+    Raises `Superseded` if the run has another owner.
     """
     for _ in range(_SWAP_ATTEMPTS):
         current, generation = _read_pointer(store)
@@ -129,7 +129,7 @@ def announce(store: Store, mine: Latest) -> None:
             return
     raise StoreError(
         f"store {store.url}: {LATEST_KEY} could not be moved to version {mine.version} in {_SWAP_ATTEMPTS} "
-        "attempts, though nobody owns the run but this trainer. Check what else writes to the store"
+        "attempts, though this trainer still owns the run. Find the other program that writes to the store"
     )
 
 
@@ -171,8 +171,8 @@ def assemble(
 ) -> Manifest:
     """The manifest of what all processes wrote. digests: of every tensor before a delta.
 
-    Raises ValueError (of `Manifest`) if the parts of a full version do not cover a tensor, or if its change
-    does not lead to it.
+    Raises ValueError if the parts of a full version do not cover a tensor, or if the change of a tensor does
+    not lead to its new bits.
     """
     specs = joined.tensors
     changes = [part.change for part in parts if part.change is not None]
@@ -231,18 +231,18 @@ def _merge(
 
 
 def put_begin(store: Store, *, version: int, incarnation: int, begin: Begin) -> None:
-    """Process 0 tells the others that a publication has begun, and of which kind."""
+    """Writes the message of process 0 that a publication starts."""
     store.put(_begin_key(version, incarnation), begin.model_dump_json().encode())
 
 
 def wait_begin(store: Store, *, version: int, incarnation: int, attempt: str, timeout: float) -> Begin:
-    """What process 0 decided. Raises `StoreError` after `timeout` seconds."""
+    """Waits for the message of process 0. Raises `StoreError` after `timeout` seconds."""
     key = _begin_key(version, incarnation)
     return _wait(store, {key: 0}, Begin, attempt=attempt, timeout=timeout)[0]
 
 
 def put_part(store: Store, *, version: int, incarnation: int, process: int, part: ProcessPart) -> None:
-    """Says that the blobs of one process are all written, and where."""
+    """Writes the message that all blobs of one process are in the store, and where."""
     store.put(_part_key(version, incarnation, process), part.model_dump_json().encode())
 
 
@@ -300,8 +300,8 @@ def _read_pointer(store: Store) -> tuple[Latest, bytes]:
     data, generation = store.read_with_generation(LATEST_KEY)
     if data is None:
         raise StoreError(
-            f"store {store.url}: {LATEST_KEY} has disappeared. Somebody removes objects of this run; stop "
-            "them and restart the trainer"
+            f"store {store.url}: {LATEST_KEY} has disappeared. Stop the program that removes objects of "
+            "this run, and restart the trainer"
         )
     return parse_latest(store, data), generation
 

@@ -59,7 +59,7 @@ def row_counts(old: Bits, new: Bits, rows: tuple[tuple[str, int], ...]) -> dict[
     """int32[devices, rows] by key. Arrays on different devices are counted by different programs."""
     by_mesh: dict[Mesh, list[tuple[str, int]]] = {}
     for key, count in rows:
-        by_mesh.setdefault(_mesh(old[key]), []).append((key, count))
+        by_mesh.setdefault(mesh_of(old[key]), []).append((key, count))
     result = {}
     for mesh, group in by_mesh.items():
         keys = [key for key, _ in group]
@@ -69,7 +69,8 @@ def row_counts(old: Bits, new: Bits, rows: tuple[tuple[str, int], ...]) -> dict[
     return result
 
 
-def _mesh(array: jax.Array) -> Mesh:
+def mesh_of(array: jax.Array) -> Mesh:
+    """The mesh of an array of `of_process`."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding.mesh
@@ -86,32 +87,22 @@ def _counts(old: Bits, new: Bits, *, rows: tuple[tuple[str, int], ...], mesh: Me
     return _on_each_device(count, mesh, old, new)
 
 
-def rows_of(array: jax.Array, first: int, *, rows: int, height: int) -> jax.Array:
-    """[devices, height, ...]: rows [first, first + height) of the `rows` of each shard."""
-    return _slice(array, first, rows=rows, height=height, mesh=_mesh(array))
-
-
 @functools.partial(jax.jit, static_argnames=("rows", "height", "mesh"))
-def _slice(array: jax.Array, first: jax.Array, *, rows: int, height: int, mesh: Mesh) -> jax.Array:
+def rows_of(array: jax.Array, first: int, *, rows: int, height: int, mesh: Mesh) -> jax.Array:
+    """[devices, height, ...]: rows [first, first + height) of the `rows` of each shard."""
+
     def part(array: jax.Array, first: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(array.reshape(rows, -1), first, height)
 
     return _on_each_device(part, mesh, array, first=first)
 
 
-def compact(
-    old: jax.Array, new: jax.Array, first: int, *, rows: int, height: int, slots: int
-) -> tuple[device.CompactedChanges, jax.Array, jax.Array]:
-    """What differs in rows [first, first + height) of each shard, in `slots` slots; and the ranks and sizes
-    of `quantization.device.class_ranks`.
-    """
-    return _diff(old, new, first, rows=rows, height=height, slots=slots, mesh=_mesh(old))
-
-
 @functools.partial(jax.jit, static_argnames=("rows", "height", "slots", "mesh"))
-def _diff(
-    old: jax.Array, new: jax.Array, first: jax.Array, *, rows: int, height: int, slots: int, mesh: Mesh
+def compact(
+    old: jax.Array, new: jax.Array, first: int, *, rows: int, height: int, slots: int, mesh: Mesh
 ) -> tuple[device.CompactedChanges, jax.Array, jax.Array]:
+    """Changes in rows [first, first + height) of each shard, in `slots` slots, with `device.class_ranks`."""
+
     def part(old: jax.Array, new: jax.Array, first: jax.Array) -> tuple:
         old, new = (
             lax.dynamic_slice_in_dim(array.reshape(rows, 1, -1), first, height) for array in (old, new)

@@ -1,4 +1,4 @@
-"""From what changed in the tensors of one process to blobs in the store, and the account of them."""
+"""Encodes the changes of one process's tensors to blobs in the store, and records what each holds."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _CHUNK = 1 << 22
 class Patch:
     """One rectangle of tensor `name` (of `shape`): new bits, all of them or those that changed.
 
-    values: of a full version, the rectangle's bits; of a delta, the new bits at `indices`.
-    indices: ascending flat indices into the rectangle; None in a full version. old: bits before, there.
-    before, ranks: the whole rectangle before, or where the changed elements stand in their classes; either
+    values: in a full version, the rectangle's bits; in a delta, the new bits at `indices`.
+    indices: ascending flat indices into the rectangle; None in a full version. old: the bits there before.
+    before, ranks: the whole rectangle before, or the ranks of the changed elements in their classes; either
         makes the blob smaller.
     """
 
@@ -50,7 +50,7 @@ class Patch:
 
     @property
     def change(self) -> delta.ArrayChange | None:
-        """What a delta says of it, None in a full version."""
+        """The change for the codec; None in a full version."""
         if self.indices is None or self.old is None:
             return None
         before = None if self.before is None else self.before.reshape(-1)
@@ -59,14 +59,14 @@ class Patch:
 
 
 class Histogram:
-    """How often each value occurs in an array that changes: the reference size is counted from it."""
+    """How often each value occurs in an array that changes."""
 
     def __init__(self, bits: np.dtype) -> None:
         self._dense = np.zeros(1 << (8 * bits.itemsize), np.int64) if bits.itemsize <= 2 else None
         self._sparse: tuple[np.ndarray, np.ndarray] = (np.empty(0, bits), np.empty(0, np.int64))
 
     def add(self, values: np.ndarray, sign: int = 1) -> None:
-        """Counts `values` once more (`sign` 1) or once less (-1)."""
+        """Adds `values` to the counts (`sign` 1) or removes them (-1)."""
         flat = values.reshape(-1)
         if self._dense is not None and flat.size < self._dense.size:
             np.add.at(self._dense, flat, sign)
@@ -87,7 +87,7 @@ class Histogram:
 
 
 class ReferenceSize:
-    """The reference size of deltas: order-0 conditional entropy, each stacked array with its statistics."""
+    """The reference size of deltas: order-0 conditional entropy, with statistics for each stacked array."""
 
     def __init__(self) -> None:
         self._histograms: dict[str, Histogram] = {}
@@ -102,7 +102,7 @@ class ReferenceSize:
         return total
 
     def add(self, patches: Iterable[tuple[str, Patch]]) -> None:
-        """Counts the new values, and those they replaced out."""
+        """Adds the new values to the counts and removes the old ones."""
         for key, mine in _grouped(patches).items():
             if key not in self._histograms:
                 self._histograms[key] = Histogram(mine[0].values.dtype)
@@ -123,7 +123,7 @@ def _grouped(patches: Iterable[tuple[str, Patch]]) -> dict[str, list[Patch]]:
 
 @dataclass
 class WrittenBlobs:
-    """Blobs that are in the store: what they hold of each tensor, in bytes and in elements."""
+    """Blobs in the store: pieces, bytes and changed elements of each tensor."""
 
     label: str
     tensors: dict[str, ProcessTensor] = field(default_factory=dict)
@@ -149,8 +149,8 @@ def write(
 ) -> WrittenBlobs:
     """Encodes `patches` and writes them in order, packed into objects of about `object_bytes`.
 
-    Changes of small tensors go together, so that a version costs by its elements and not by its tensors.
-    label: begins the names of the objects. pool: encodes, up to `ahead` blobs in front of the one written. On
+    Changes of small tensors share blobs, so that the cost depends on the elements and not on the tensors.
+    label: prefix of the object names. pool: encodes up to `ahead` blobs before the one being written. On
     return every blob of the account is in the store.
     """
     account = WrittenBlobs(label)
@@ -185,7 +185,7 @@ def write(
 
 
 def _groups(patches: Sequence[Patch]) -> Iterator[list[Patch]]:
-    """Patches that share a blob, by the first of each."""
+    """Patches that share a blob, in the order of their first patch."""
     changes = [patch.change for patch in patches]
     sparse = [place for place, change in enumerate(changes) if change is not None]
     shared = {}
@@ -198,9 +198,9 @@ def _groups(patches: Sequence[Patch]) -> Iterator[list[Patch]]:
             yield shared[place]
 
 
-def _in_order(  # noqa: ANN202
+def _in_order(
     pool: Executor, groups: Iterable[list[Patch]], preset: str, *, ahead: int
-):
+) -> Iterator[tuple[list[Patch], tuple[bytes, list[int]]]]:
     waiting = []
     for group in groups:
         waiting.append((group, pool.submit(_encode, group, preset)))
@@ -212,7 +212,7 @@ def _in_order(  # noqa: ANN202
 
 
 def _encode(group: list[Patch], preset: str) -> tuple[bytes, list[int]]:
-    """(blob, what each patch contributes to the digest of its tensor)."""
+    """(blob, the part of each patch in the digest of its tensor)."""
     changes = [change for patch in group if (change := patch.change) is not None]
     if not changes:
         patch = group[0]

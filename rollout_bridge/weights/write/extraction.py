@@ -17,6 +17,7 @@ from rollout_bridge.weights.write.comparison import (
     class_start,
     compact,
     local_bits,
+    mesh_of,
     of_process,
     row_counts,
     rows_of,
@@ -36,7 +37,7 @@ _SLACK = 8
 
 
 class Compaction(enum.StrEnum):
-    """Where changes are picked out. `device` moves only them to the host; `host` suits CPU: nothing moves."""
+    """Where changes are found. `device`: only they are copied to the host. `host`: for CPU, no copies."""
 
     AUTO = "auto"
     DEVICE = "device"
@@ -134,14 +135,14 @@ class Extractor:
         counts: np.ndarray,
     ) -> Iterator[tuple[str, Patch]]:
         """Changes of rows [first, first + height) of every shard; counts: how many, by shard."""
-        size, rows = height * blocks[0].row_size, blocks[0].rows
+        size, rows, mesh = height * blocks[0].row_size, blocks[0].rows, mesh_of(old)
         mine = {shard.device for shard in self._mine(array)}
         dense = counts.max() > _DENSE_FRACTION * size
         if dense:
-            before, after = (rows_of(part, first, rows=rows, height=height) for part in (old, new))
+            before, after = (rows_of(part, first, rows=rows, height=height, mesh=mesh) for part in (old, new))
         else:
             slots = self._slots_for(key, height, int(counts.max()), size)
-            found = compact(old, new, first, rows=rows, height=height, slots=slots)
+            found = compact(old, new, first, rows=rows, height=height, slots=slots, mesh=mesh)
         for place, shard in enumerate(array.addressable_shards):
             if shard.device not in mine or not counts[place]:
                 continue

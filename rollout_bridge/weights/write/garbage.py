@@ -1,8 +1,9 @@
-"""What of the weight chain may go: everything no reader can need again.
+"""Removes versions of the weight chain that no reader needs.
 
-Kept: the newest full version (a new reader starts there), what leads to an evaluation still wanted, what was
-the head within the retention time, and the chain from the oldest version an agent has acknowledged, as long
-as that is within so many versions of the head; an agent further behind takes the newest full version.
+Kept are the newest full version (a new reader starts there), the chain to each version that an open
+evaluation needs, versions that were the head within the retention time, and the chain from the oldest version
+that an agent has acknowledged within `Retention.versions` of the head. An agent further behind takes the
+newest full version.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What stays. versions: behind the head up to which an acknowledgement keeps the chain.
+    """What is kept. versions: an acknowledgement of this many versions behind the head still keeps the chain.
 
-    seconds: that a version stays after another took its place as head, acknowledged or not.
+    seconds: a version is kept this long after the next one became the head.
     every: versions between two collections.
     """
 
@@ -54,11 +55,10 @@ class Collected:
 
 
 def collect(store: Store, *, retention: Retention, now: float | None = None) -> Collected:
-    """Removes versions nobody can need: those before the oldest kept, and unfinished ones beside the chain.
+    """Removes versions before the oldest kept one, and unfinished ones that are not in the chain.
 
-    now: unix seconds.
-    Only the owner of the run may call it, with no publication in flight. Raises `BrokenVersion` if the chain
-    cannot be read back to a full version: then nothing is removed.
+    now: unix seconds. Only the owner of the run may call it, with no publication in flight. Raises
+    `BrokenVersion`, and removes nothing, if the chain cannot be read back to a full version.
     """
     joined, latest = run.load(store), chain.read_latest(store)
     if joined is None or latest is None or latest.manifest is None or latest.full is None:
@@ -98,13 +98,13 @@ def collect(store: Store, *, retention: Retention, now: float | None = None) -> 
 def _chain_from(
     store: Store, head: ManifestRef, joined: run.RunInfo, start: int, *, reach_full: int, reach_time: float
 ) -> set[tuple[int, int]]:
-    """The chain from `start` or before: a full version at or before `reach_full` is in it, and what was the
-    head after `reach_time`. Where it was cut before that full version is reached, it begins.
+    """The chain from `start` or earlier: far enough back to contain a full version at or before `reach_full`
+    and every head after `reach_time`, or as far as it can be read.
     """
     kept: set[tuple[int, int]] = set()
     ref: ManifestRef | None = head
     full_seen = False
-    succeeded = float("inf")  # when the version after took its place
+    succeeded = float("inf")  # when the version after it became the head
     while ref is not None and not (ref.version < start and full_seen and succeeded < reach_time):
         try:
             manifest = chain.read_manifest(store, ref, joined)

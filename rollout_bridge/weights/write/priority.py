@@ -1,4 +1,4 @@
-"""Threads and processes that take the processor time that others leave."""
+"""Threads and processes of lower priority than the training step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rollout_bridge.weights.read import parallel
 
 
 def yielding_pool(threads: int, name: str, *, niceness: int) -> ThreadPoolExecutor:
-    """A pool whose threads run at `niceness` (0 to 19, as nice(1) has it), if that is less than the caller's.
+    """A pool whose threads run at `niceness` (0 to 19, as in nice(1)), or at the caller's if that is higher.
 
-    Only on Linux, where a thread has a niceness of its own; lowering oneself needs no privileges there.
+    Only on Linux, where each thread has its own niceness and may raise it without privileges.
     """
     return ThreadPoolExecutor(threads, name, initializer=_lower, initargs=(niceness,))
 
 
 def yielding_processes(count: int, *, niceness: int) -> ProcessPoolExecutor:
-    """The same of processes, which take no time of the caller's interpreter either and end with it."""
+    """The same with processes, which also leave the caller's interpreter free, and end with it."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count, spawn, initializer=_begin, initargs=(niceness,))
 

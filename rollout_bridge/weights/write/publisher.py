@@ -1,12 +1,12 @@
-"""The trainer's side of the weight chain: quantise on the accelerator, diff there, publish only what changed.
+"""The trainer's side of the weight chain: quantise and compare on the accelerator, publish what changed.
 
 Invariants:
 - parameters are read by programs dispatched before `publish` returns, so the next step may donate them;
   everything slower happens on a background thread, one publication at a time;
 - the baseline is what the head decodes to, bit for bit, and moves only when the new manifest is durable;
-- what computes there does so on threads that give way to the training step (`WriterSettings.niceness`);
-- a trainer that another one has superseded moves nothing any more: `weights/latest` fences every commit;
-- the background thread launches no collectives, which it could interleave with those of the training step.
+- work on the host's cores runs at lower priority than the training step (`WriterSettings.niceness`);
+- a superseded trainer commits nothing: `weights/latest` fences every commit;
+- the background thread launches no collectives, which could interleave with those of the training step.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 
 class NothingToCompare(RuntimeError):
-    """There is no head, or the chain to it cannot be read; the next version will be a full one."""
+    """There is no head, or its chain cannot be read. The next version will be a full one."""
 
 
 class Overtaken(RuntimeError):
-    """The publication was still waiting when a newer one took its place and its version."""
+    """A newer publication replaced this one, with the same version number, before its turn came."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class Publication:
         return self.ticket.done()
 
     def result(self, timeout: float | None = None) -> Manifest:
-        """The committed manifest. Raises the error of the publication (`Superseded` and `Overtaken` are two
-        of them), or TimeoutError.
-        """
+        """The committed manifest. Raises the error of the publication, or TimeoutError."""
         return self.ticket.result(timeout)
 
 
@@ -91,9 +89,9 @@ class Publisher:
 
     run: as `create_or_join` returned it. full_every, settings: how the chain is written.
     sources, plan: those of the run, checked if given.
-    retention: what the background thread leaves when it removes old versions; None: it removes nothing.
-    devices: whose shards this process writes; its own by default. In a job of several processes all call the
-    same methods in the same order.
+    retention: which old versions are kept; None: all of them.
+    devices: this process writes their shards; by default its own devices. In a job of several processes all
+    call the same methods in the same order.
 
     last: the manifest committed last. counters: "published", "overtaken", "removed" versions,
     "removal_failures"; of the last one "manifest_bytes" and "publish_milliseconds".
@@ -137,13 +135,13 @@ class Publisher:
 
     @property
     def head(self) -> Latest:
-        """The head this publisher goes on from; version 0 if nothing is published yet."""
+        """The head that the next version follows; version 0 if nothing is published yet."""
         return self._writer.head
 
     def take_over(self) -> Latest:
-        """Takes the run from whoever had it and rebuilds the head from the chain. Process 0 only.
+        """Takes the run over from an earlier owner and rebuilds the head from the chain. Process 0 only.
 
-        The result (version 0: nothing published yet) goes to the other processes, for `join`.
+        The other processes `join` with the result (version 0: nothing published yet).
         Raises `Superseded` if another trainer takes over at the same moment.
         """
         owner = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex[:8]}"
@@ -151,7 +149,7 @@ class Publisher:
         return self.head
 
     def join(self, head: Latest) -> None:
-        """Goes on from the head that process 0 took over."""
+        """Continues from the head that process 0 took over."""
         self._writer.join(head)
 
     def publish(
@@ -159,14 +157,14 @@ class Publisher:
     ) -> Publication:
         """Publishes `params` (path -> stacked float32 or bfloat16 array) as the version after the head.
 
-        Returns when all reads of `params` are dispatched. While a publication is in flight the new one waits
-        its turn, in place of one that was waiting already, whose `result` then raises `Overtaken`. Several
-        processes must agree on what they publish, so there the call waits for the flight before.
+        Returns when all reads of `params` are dispatched. While a publication is in flight the new one waits.
+        It replaces one that waits already, whose `result` then raises `Overtaken`. Several processes must
+        agree on what they publish, so with more than one the call waits for the publication in flight.
 
-        Raises the error of an earlier publication unless its `result` has done so already; before its
-        manifest is written a failure leaves nothing behind, so that the next call may publish again.
-        step: optimizer steps the parameters have seen. update_rms: of the master weights since the last
-        publication, kept in the manifest.
+        Raises the error of an earlier publication unless its `result` has raised it. A failure before the
+        manifest leaves nothing behind, so the next call may publish again.
+        step: optimizer steps of the parameters. update_rms: of the master weights since the last publication,
+        for the manifest.
         """
         if self._writer.settings.processes > 1:
             self._slot.settle()
@@ -194,9 +192,9 @@ class Publisher:
         return Publication(version, step, ticket)
 
     def verify_head(self, params: Mapping[str, jax.Array]) -> bool:
-        """Whether `params` quantise to exactly what the head decodes to: the redo reproduced it.
+        """Whether `params` quantise to exactly the bits of the head: whether a redo reproduced it.
 
-        Raises `NothingToCompare` if there is no head, or its chain was too broken to rebuild.
+        Raises `NothingToCompare` if there is no head, or its chain cannot be rebuilt.
         """
         self._slot.settle()
         bits, _ = self._derivation(params)
@@ -271,7 +269,7 @@ class Publisher:
         return manifest
 
     def _remove_old(self, manifest: Manifest) -> None:
-        """Removes versions no reader can need, now and then. A failure leaves them for the next time."""
+        """Removes old versions, every `retention.every` versions. A failure is counted and logged."""
         retention, settings = self._retention, self._writer.settings
         if retention is None or settings.process != 0 or manifest.version % retention.every:
             return
@@ -284,7 +282,7 @@ class Publisher:
             self.counters["removed"] += len(removed)
 
     def _aligned_baseline(self, bits: Bits) -> Bits | None:
-        """The baseline, sharded as `bits`: from the device, or from the rebuilt head."""
+        """The bits of the head, sharded as `bits`: kept on the devices, or from the rebuilt head."""
         replayed = self._writer.replayed
         if self._baseline is None and replayed is not None:
             self._baseline = {

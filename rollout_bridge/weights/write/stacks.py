@@ -1,7 +1,7 @@
 """Stacked arrays of bits as the trainer holds them, and the Hugging Face tensors in them.
 
 A stack is [*lead, *tensor]: `lead` is () or (layers,) or (layers, experts), `tensor` a Hugging Face shape. A
-block is the part of a stack that one device holds: a box, whose rows are (parts of) tensors.
+`ShardBlock` is the part of a stack on one device: a box whose rows are tensors, or parts of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout_bridge.weights.write.encoder import Patch
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one dtype and shape (`spec`), by name in row-major order of `lead`."""
+    """Tensors of one dtype and shape (`spec`); `names` are in row-major order of `lead`."""
 
     names: tuple[str, ...]
     lead: tuple[int, ...]
@@ -70,7 +70,7 @@ class StackRanks:
     start: int
 
     def of_row(self, row: int, changes: slice, old: np.ndarray) -> ClassRanks:
-        """The same within `row`, whose changes are at `changes` and replace `old`."""
+        """The ranks within `row`, whose changes are at `changes` and replace `old`."""
         passed = self.sizes[:row].sum(axis=0, dtype=np.int64)[fine_classes(old, self.start)]
         return ClassRanks(self.ranks[changes] - passed, self.sizes[row].astype(np.int64), self.start)
 
@@ -90,7 +90,7 @@ class ShardBlock:
 
     @property
     def rows(self) -> int:
-        """How many tensors it holds (parts of)."""
+        """How many tensors, or parts of tensors, it holds."""
         return math.prod(stop - start for start, stop in self._lead)
 
     @property
@@ -99,7 +99,7 @@ class ShardBlock:
 
     @property
     def rectangle(self) -> tuple[tuple[int, int], ...]:
-        """Which part of each of its tensors the block holds."""
+        """The part of each tensor that the block holds."""
         return self.bounds[len(self.stack.lead) :]
 
     @property
@@ -119,7 +119,7 @@ class ShardBlock:
         return [self.stack.names[position] for position in mine.reshape(-1)]
 
     def full(self, values: np.ndarray) -> Iterator[Patch]:
-        """A patch a row, of all bits `values` of the block."""
+        """One patch for each row, with all bits `values` of the block."""
         for name, row in zip(self.names, values.reshape(-1, *self.local_shape), strict=True):
             yield Patch(name=name, shape=self.stack.spec.shape, rectangle=self.rectangle, values=row)
 
@@ -133,9 +133,9 @@ class ShardBlock:
         before: np.ndarray | None = None,
         classes: StackRanks | None = None,
     ) -> Iterator[Patch]:
-        """A patch a changed row. positions: ascending, flat, from the start of row `first_row`.
+        """One patch for each changed row. positions: ascending, flat, from the start of row `first_row`.
 
-        before: all old bits from there on. classes: where the changed elements stand among all old ones.
+        before: all old bits from that row on. classes: ranks of the changed elements among all old ones.
         """
         rows = positions // self.row_size
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -162,7 +162,7 @@ class ShardBlock:
 
 
 def changes_of(block: ShardBlock, old: np.ndarray, new: np.ndarray, *, first_row: int = 0) -> Iterator[Patch]:
-    """Patches of a block, or of its rows from `first_row`, compared on the host."""
+    """Patches of a block, or of its rows from `first_row` on, compared on the host."""
     old, new = old.reshape(-1), new.reshape(-1)
     positions = np.flatnonzero(old != new)
     return block.changes(positions, old[positions], new[positions], first_row=first_row, before=old)

@@ -1,7 +1,7 @@
-"""Writing the weight chain: what one trainer process knows of it, from taking a run over to moving the head.
+"""Writing the weight chain in one trainer process, from taking a run over to moving the head.
 
 No accelerator here: patches (bits on the host) go in, committed manifests come out. The caller keeps the
-baseline, and moves it when told that the manifest is durable.
+baseline and replaces it when the manifest is durable.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ Patches = Sequence[tuple[str, Patch]]  # each with the stacked array it belongs 
 class WriterSettings:
     """How the chain is written.
 
-    max_chain_fraction: a full version also when the deltas since the last one have grown to this part of it:
-        a new reader then fetches at most about (1 + fraction) of a full version.
+    max_chain_fraction: a full version is also written when the deltas since the last one exceed this fraction
+        of its size, so that a new reader fetches at most about (1 + fraction) of a full version.
     preset: of the codec. object_bytes: blobs are packed into objects of about this size.
-    encoders: processes that encode blobs, and threads that find what changed and count it; by default one for
-        two cores, up to 8. niceness: theirs, so that they take what a training step on the same cores leaves
-        (Linux; 0: as any thread). apart_bytes: a model of less, quantised, is encoded by the threads.
-    scratch: local directory for rebuilding the head on a restart; needs the size of the quantised model.
+    encoders: processes that encode blobs, and threads that find and count changes; by default one for two
+        cores, up to 8. niceness: of both, so that the training step on the same cores comes first (Linux; 0:
+        normal priority). apart_bytes: a smaller quantised model is encoded by the threads.
+    scratch: local directory for rebuilding the head after a restart; needs the size of the quantised model.
     timeout: seconds to wait for other processes.
-    process, processes: which writer of how many this is; process 0 commits.
+    process, processes: number of this writer, and how many there are; process 0 commits.
     """
 
     max_chain_fraction: float = 1.0
@@ -76,7 +76,7 @@ class WriterSettings:
 
 
 class ChainWriter:
-    """One process's hand on the chain. Not thread-safe: one publication at a time.
+    """Writes one process's part of the chain. Not thread-safe: one publication at a time.
 
     full_every: a full version at least every so many versions.
     """
@@ -103,15 +103,15 @@ class ChainWriter:
 
     @property
     def head(self) -> Latest:
-        """The head this process goes on from. Raises RuntimeError before `join`."""
+        """The head that the next version follows. Raises RuntimeError before `join`."""
         if self._head is None:
             raise RuntimeError("publisher: take_over() (process 0) or join(head) comes first")
         return self._head
 
     def join(self, head: Latest) -> None:
-        """Goes on from `head`, rebuilt from the chain on local disk and verified.
+        """Continues from `head`, which is rebuilt from the chain on local disk and verified.
 
-        A broken chain is not fatal: it is logged, and the next version is a full one.
+        If the chain is broken, that is logged and the next version is a full one.
         """
         self._head = head
         if head.manifest is None:
@@ -139,22 +139,19 @@ class ChainWriter:
         self._chain_bytes = sum(link.nbytes for link in links[1:])
 
     def rebase(self, bits: Patches) -> None:
-        """The caller has read `replayed` into `bits`: counts its values, for the reference size of the next
-        deltas, and removes the files.
-        """
+        """Counts the values of `bits`, which are those of `replayed`, and removes the scratch files."""
         self._reference = ReferenceSize()
         self._reference.add(bits)
         self._remove_scratch()
 
     def run_in_encoder(self, work: Callable[[], _Result]) -> _Result:
-        """`work()`, by a thread that encodes: computing waits for the training step, waiting does not."""
+        """`work()` on a thread of low priority, so that computing does not slow the training step."""
         return self._pool.submit(work).result()
 
     def begin(self, attempt: str, *, can_delta: bool) -> Begin:
-        """Full, delta, or both: decided by process 0, which first makes sure that it still owns the run.
+        """Full, delta, or both, as process 0 decides. Process 0 first checks that it still owns the run.
 
-        can_delta: this process knows the bits of the head. Raises `StoreError` in one that does not while
-        process 0 does.
+        can_delta: this process has the bits of the head. Raises `StoreError` if it has not and process 0 has.
         """
         head, settings = self.head, self.settings
         place = {"version": head.version + 1, "incarnation": head.incarnation}
@@ -174,7 +171,7 @@ class ChainWriter:
         return begin
 
     def write(self, begin: Begin, *, full: Patches | None, change: Patches | None) -> ProcessPart:
-        """Encodes and writes the blobs of this process. full, change: what `begin` asks for of the two."""
+        """Encodes and writes the blobs of this process. full, change: the patches that `begin` requires."""
         head, settings = self.head, self.settings
         measured = None if change is None else self._pool.submit(self._reference.measure, change)
         changed = self._encode(change, "change-") if change is not None and full is not None else None
@@ -209,7 +206,7 @@ class ChainWriter:
         update_rms: float | None,
         durable: Callable[[], None],
     ) -> Manifest:
-        """The manifest, then `durable()`, then the head. Processes other than 0 wait for both.
+        """Writes the manifest, calls `durable()`, then moves the head. Processes other than 0 wait for both.
 
         patches: the change if there is one, else all bits.
         """
@@ -303,7 +300,7 @@ class ChainWriter:
         return any(head.full.version <= version <= head.version for version in broken)
 
     def _moved(self, latest: Latest, manifest: Manifest, patches: Patches) -> None:
-        """The manifest is durable: whatever happens now, the next version is a delta on it."""
+        """The manifest is durable: from here on the next version follows it."""
         self._head = latest
         self._digests = chain.digests_of(manifest)
         if manifest.kind is Kind.FULL:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_bridge import delta
 from rollout_bridge.delta import places, planes
-from rollout_bridge.delta.octets import varint
+from rollout_bridge.delta.blob import varint
 from tests.rollout_bridge.delta.updates import gaussian, updates
 
 EFFORTS = st.sampled_from([None, *places.Effort])

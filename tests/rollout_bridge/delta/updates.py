@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -42,6 +43,28 @@ def applied(old: np.ndarray, change: delta.SparseChange | delta.DenseChange) -> 
     new = old.copy()
     new.reshape(-1)[change.indices] = change.values
     return new
+
+
+def encode_all(
+    changes: Sequence[delta.ArrayChange], *, preset: str = "small"
+) -> list[tuple[list[int], bytes]]:
+    """Each blob of `changes`, with the places of those in it: as a version is written."""
+    groups = delta.together(changes)
+    return [(group, delta.encode_group([changes[n] for n in group], preset=preset)) for group in groups]
+
+
+def decode_all(
+    blobs: Iterable[tuple[list[int], bytes]], olds: Sequence[np.ndarray]
+) -> dict[int, delta.SparseChange | delta.DenseChange]:
+    """The changes of `encode_all` by place: as a version is read."""
+    changes: dict[int, delta.SparseChange | delta.DenseChange] = {}
+    for group, blob in blobs:
+        if len(group) == 1:
+            changes[group[0]] = delta.decode_sparse(blob, olds[group[0]])
+        else:
+            found = delta.decode_group(blob, olds[group[0]].dtype)
+            changes |= zip(group, found.changes_of(range(len(group)), [olds[n] for n in group]), strict=True)
+    return changes
 
 
 @functools.cache

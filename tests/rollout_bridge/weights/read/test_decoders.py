@@ -268,7 +268,7 @@ def test_arrays_of_a_blob_are_decoded_together_and_the_one_that_is_wrong_is_name
     changes = blobs.ChangeDecoder(fetched)
     lying = chain.Link(link.ref, link.model_copy(update={"tensors": tensors}), whole=False)
     olds = {each: np.zeros(tensors[each].spec.shape, tensors[each].spec.bits) for each in (name, other)}
-    changes.ahead([(lying.ref, tensors[each].blobs[0], olds[each]) for each in (name, other)])
+    changes.decode_ahead([(lying.ref, tensors[each].blobs[0], olds[each]) for each in (name, other)])
     with pytest.raises(BrokenVersion, match=f"tensor {re.escape(name)}: .*1000000"):
         chain.fold([lying], changes, name, olds[name], 0)
     fetched.close()

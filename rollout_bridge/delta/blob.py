@@ -1,12 +1,61 @@
-"""Reading and writing the parts of a blob: integers of varying length, compressed frames."""
+"""What blobs are made of: changes of arrays, integers of varying length, compressed frames."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import zstandard
 
-from rollout_bridge.delta.errors import DeltaError
+from rollout_bridge.delta.classes import ClassRanks
 
 _VARINT_BYTES = 9
+
+
+class DeltaError(ValueError):
+    """A blob is no update of the array it is applied to: damaged, of another array, or of a newer codec."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseChange:
+    """The elements that change: flat `indices` int64, ascending, and their new `values`."""
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseChange:
+    """All new values of an array, in its shape."""
+
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayChange:
+    """The update of an array of `size` elements: ascending flat `indices`, `old_values` and `new_values`.
+
+    old, ranks: the whole array before, or the ranks of the changed elements; each makes the blob smaller.
+    """
+
+    indices: np.ndarray
+    old_values: np.ndarray
+    new_values: np.ndarray
+    size: int
+    old: np.ndarray | None = None
+    ranks: ClassRanks | None = None
+
+    @classmethod
+    def between(cls, old: np.ndarray, new: np.ndarray) -> ArrayChange:
+        """The update from `old` to `new`, of one shape and dtype."""
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise ValueError(
+                f"an update keeps shape and dtype, found {old.dtype}{list(old.shape)} -> "
+                f"{new.dtype}{list(new.shape)}"
+            )
+        old_flat, new_flat = np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1)
+        indices = np.flatnonzero(old_flat != new_flat)
+        return cls(indices, old_flat[indices], new_flat[indices], old.size, old_flat)
 
 
 def varint(value: int) -> bytes:
@@ -44,8 +93,7 @@ class Reader:
         """The next `count` bytes."""
         if count > len(self._data) - self._at:
             raise DeltaError(
-                f"the blob ends after {len(self._data)} bytes, {count} more were due at {self._at}; it is"
-                " truncated"
+                f"the blob ends after {len(self._data)} bytes, {count} were expected at {self._at}; truncated"
             )
         self._at += count
         return self._data[self._at - count : self._at]
