@@ -16,6 +16,7 @@ from rollout_bridge.engines.protocol import EngineError, KvPolicy, RolloutEngine
 from rollout_bridge.engines.vllm_fleet import ServedFleet
 from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.weights.agent import AgentSettings, SyncAgent
 from rollout_bridge.weights.chain import read_latest
@@ -29,7 +30,7 @@ PORT_SECONDS = 30.0
 CPU_KV_CACHE_GIB = 1.0
 
 
-class ServeError(RuntimeError):
+class ServeError(ExpectedError):
     """Serving cannot begin or go on; says where, and what to do."""
 
 

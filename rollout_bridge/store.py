@@ -16,12 +16,14 @@ from urllib.parse import urlsplit
 
 import tensorstore as ts
 
+from rollout_bridge.errors import ExpectedError
+
 SCHEMES = ("file", "gs", "s3", "memory")
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 _MEMORY_CONTEXT = ts.Context()  # memory:// stores of one process see each other, as any other store would
 
 
-class StoreError(RuntimeError):
+class StoreError(ExpectedError):
     """The store failed or cannot be trusted; the message names its url, the key and the remedy."""
 
 

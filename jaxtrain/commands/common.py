@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from rollout_bridge.errors import ExpectedError
+
 if TYPE_CHECKING:
     from jaxtrain.config.schema import AsyncGrpoConfig, Config
 
@@ -74,11 +76,14 @@ def fail(message: str, *, status: int = FAILED) -> NoReturn:
 
 
 @contextmanager
-def naming(*expected: type[Exception]) -> Iterator[None]:
-    """An expected error ends the command with its message alone; others keep their traceback."""
+def naming(*others: type[Exception]) -> Iterator[None]:
+    """An expected error ends the command with its message alone; the rest keep their traceback.
+
+    others: expected errors of a package that knows nothing of ours.
+    """
     try:
         yield
-    except expected as error:
+    except (ExpectedError, *others) as error:
         fail(f"{type(error).__name__}: {error}")
 
 

@@ -51,23 +51,14 @@ def export(
     shard_bytes = shard_size(max_shard_size)
     log_to_stderr()
     from jaxtrain.huggingface.devices import streaming_mesh
-    from jaxtrain.huggingface.errors import HuggingFaceError
     from jaxtrain.huggingface.export import ExportFormat
-    from jaxtrain.huggingface.layout import DestinationError, read_config
-    from jaxtrain.huggingface.reading import TruncatedError
+    from jaxtrain.huggingface.layout import read_config
     from jaxtrain.huggingface.saved import export_model
-    from jaxtrain.models.config import ModelConfigError
-    from jaxtrain.training.checkpoint import CheckpointError
-    from rollout_bridge.names import NamesError
-    from rollout_bridge.quantization.host import NonFiniteError
     from rollout_bridge.quantization.plan import ServingLayout
     from sharding import processes
     from sharding.errors import ShardingError
 
-    with naming(
-        *(HuggingFaceError, DestinationError, TruncatedError, CheckpointError),
-        *(ModelConfigError, NamesError, NonFiniteError, ShardingError),
-    ):
+    with naming(ShardingError):
         processes.initialize()
         export_model(
             source,

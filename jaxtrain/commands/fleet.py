@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.generation import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
@@ -32,7 +33,7 @@ RUN_TIMEOUT_S = 600.0  # a trainer writes run.json before its first step; this i
 POLL_S = 0.25  # of the store; small beside a step, and a file or bucket takes a few reads a second
 
 
-class FleetError(RuntimeError):
+class FleetError(ExpectedError):
     """Something a rollout host needs did not appear; says what, where and what to do."""
 
 

@@ -33,23 +33,21 @@ def import_(
     """
     log_to_stderr()
     from jaxtrain.huggingface.checkpoint import open_checkpoint
-    from jaxtrain.huggingface.errors import HuggingFaceError
 
     if check:
-        with naming(HuggingFaceError):
+        with naming():
             checkpoint = open_checkpoint(source)
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         kind, count = checkpoint.hf_config["model_type"], len(checkpoint.tensors)
         print(f"{source}: ok ({kind}, {count} tensors, {size:,} bytes)")
         return
     from jaxtrain.huggingface.devices import streaming_mesh
-    from jaxtrain.huggingface.layout import DestinationError, read_config
-    from jaxtrain.huggingface.reading import TruncatedError
+    from jaxtrain.huggingface.layout import read_config
     from jaxtrain.huggingface.saved import import_model
     from sharding import processes
     from sharding.errors import ShardingError
 
-    with naming(HuggingFaceError, DestinationError, TruncatedError, ShardingError):
+    with naming(ShardingError):
         processes.initialize()
         import_model(source, destination, streaming_mesh(read_config(source)))
     print(f"{destination}: imported; start from it with model.checkpoint={destination}")

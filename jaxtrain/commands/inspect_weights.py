@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxtrain.commands.common import FAILED, fail
+from jaxtrain.commands.common import FAILED, naming
 
 
 def inspect_weights(
@@ -23,14 +23,11 @@ def inspect_weights(
 
     Reads only. The exit status is 1 if a reader could not follow the chain.
     """
-    from rollout_bridge.store import Store, StoreError
+    from rollout_bridge.store import Store
     from rollout_bridge.weights.inspection import inspect_weights as look
-    from rollout_bridge.weights.run import RunError
 
-    try:
+    with naming():
         found = look(Store.open(store, probe=False), verify=verify)
-    except (StoreError, RunError) as error:
-        fail(str(error))
     if json:
         print(json_module.dumps(found, indent=2))
     else:

@@ -41,12 +41,10 @@ def quickstart(
         return
     log_to_stderr()
     from jaxtrain.quickstart.job import run
-    from jaxtrain.quickstart.takeover import TakeoverError
-    from rollout_bridge.store import StoreError
 
-    try:
-        with naming(StoreError, TakeoverError):
+    with naming():
+        try:
             status = run(experiment)
-    except ConfigError as error:
-        fail(str(error), status=WRONG_CONFIG)
+        except ConfigError as error:
+            fail(str(error), status=WRONG_CONFIG)
     raise typer.Exit(status)

@@ -34,11 +34,11 @@ def report(
     from rich.console import Console
 
     from jaxtrain.quickstart.report import print_summary, write_report
-    from rollout_bridge.store import Store, StoreError
+    from rollout_bridge.store import Store
 
     if not experiment.run_dir.is_dir():
         fail(f"{experiment.run_dir}: no such run. Start it with jaxtrain quickstart, or give another --name")
-    with naming(StoreError):
+    with naming():
         print_summary(
             write_report(experiment, Store.open(experiment.store_url, probe=False)),
             experiment.run_dir,

@@ -32,13 +32,7 @@ def rollout(
 
     import asyncio
 
-    from jaxtrain.commands.fleet import FleetError, run_worker
-    from rollout_bridge.engines.protocol import EngineError
-    from rollout_bridge.rollouts.generation import WorkerError
-    from rollout_bridge.store import StoreError
-    from rollout_bridge.weights.agent import AgentError
-    from rollout_bridge.weights.mirror_view import MirrorError
-    from rollout_bridge.weights.run import RunError
+    from jaxtrain.commands.fleet import run_worker
 
-    with naming(StoreError, RunError, WorkerError, EngineError, AgentError, MirrorError, FleetError):
+    with naming():
         asyncio.run(run_worker(experiment, environment, worker))

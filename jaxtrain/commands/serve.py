@@ -21,11 +21,7 @@ def serve(config: ConfigPath, name: Name = None, overrides: Overrides = None) ->
     follow_parent()
 
     from jaxtrain.commands.fleet import serve_settings
-    from rollout_bridge.engines.protocol import EngineError
-    from rollout_bridge.serve import ServeError
     from rollout_bridge.serve import serve as run_server
-    from rollout_bridge.store import StoreError
-    from rollout_bridge.weights.agent import AgentError
 
-    with naming(StoreError, EngineError, ServeError, AgentError):
+    with naming():
         run_server(serve_settings(experiment))

@@ -57,10 +57,10 @@ def train(
             fail(f"--discard-plans-after: recipe {experiment.recipe!r} has no plans", status=WRONG_CONFIG)
         options["discard_plans_after_step"] = discard_plans_after
     from jaxtrain.config.schema import AsyncGrpoConfig
-    from rollout_bridge.store import Store, StoreError
+    from rollout_bridge.store import Store
 
     if isinstance(experiment, AsyncGrpoConfig) and experiment.store is not None:
-        with naming(StoreError):  # before jax starts, and before the run is bound to a store that cannot be
+        with naming():  # before jax starts, and before the run is bound to a store that cannot be
             Store.open(experiment.store)
     try:
         run_dir = claim_run(experiment)
@@ -71,23 +71,11 @@ def train(
 
     from importlib import import_module
 
-    from jaxtrain.data.packing import PackingError
-    from jaxtrain.huggingface.errors import HuggingFaceError
-    from jaxtrain.models.config import ModelConfigError
-    from jaxtrain.rl.control import EvaluationTimeout
-    from jaxtrain.training.checkpoint import CheckpointError
-    from jaxtrain.training.context import Stopped, TooManyNonFinite
-    from rollout_bridge.trajectories.plan import PlanError
-    from rollout_bridge.weights.commit import Superseded
-    from rollout_bridge.weights.run import RunError
+    from jaxtrain.training.context import Stopped
     from sharding.errors import ShardingError
 
-    expected = (
-        *(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite),
-        *(CheckpointError, ConfigError, ModelConfigError, PackingError, ShardingError, HuggingFaceError),
-    )
     try:
-        with naming(*expected):
+        with naming(ShardingError):
             import_module(f"jaxtrain.recipes.{experiment.recipe}").run(experiment, run_dir, **options)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Section
+from rollout_bridge.errors import ExpectedError
 
 Path = tuple[str | int, ...]
 
@@ -29,7 +30,7 @@ WANTED = {
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(ExpectedError, ValueError):
     """A config that cannot be used. `problems` holds one line for each thing wrong, all found at once."""
 
     def __init__(self, problems: list[str]) -> None:

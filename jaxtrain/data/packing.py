@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtrain.data.batch import Batch
+from rollout_bridge.errors import ExpectedError
 
 
-class PackingError(ValueError):
+class PackingError(ExpectedError, ValueError):
     """A document that fits no row; names its length and the remedy."""
 
 

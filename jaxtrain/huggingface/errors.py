@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollout_bridge.errors import ExpectedError
 
-class HuggingFaceError(ValueError):
+
+class HuggingFaceError(ExpectedError, ValueError):
     """A directory cannot be imported; every problem is a line of the message and an entry of `problems`."""
 
     def __init__(self, directory: Path, problems: list[str]) -> None:

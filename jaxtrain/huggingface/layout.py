@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.huggingface.errors import HuggingFaceError
+from rollout_bridge.errors import ExpectedError
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer", "checkpoints"
 COMPANIONS = (
@@ -28,7 +29,7 @@ COMPANIONS = (
 )
 
 
-class DestinationError(ValueError):
+class DestinationError(ExpectedError, ValueError):
     """A directory to write cannot be written: it is there already, or there is no room for it."""
 
 

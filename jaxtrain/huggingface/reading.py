@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.huggingface.headers import StoredTensor
+from rollout_bridge.errors import ExpectedError
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -21,7 +22,7 @@ _LARGEST_READ = 1 << 30  # Linux reads at most 2 GiB at once
 READABLE = ("F32", "F16", "BF16")
 
 
-class TruncatedError(OSError):
+class TruncatedError(ExpectedError, OSError):
     """A file ends before a tensor does, although its size was right when it was opened."""
 
 

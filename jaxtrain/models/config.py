@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_bridge.errors import ExpectedError
+
 
 class ExpertImplementation(enum.StrEnum):
     """How routed experts are computed; the mathematics is the same.
@@ -55,7 +57,7 @@ class Scoring(enum.StrEnum):
     SOFTMAX = "softmax"
 
 
-class ModelConfigError(ValueError):
+class ModelConfigError(ExpectedError, ValueError):
     """A model configuration that cannot be built; names each field, its value and what is allowed."""
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from jaxtrain.quickstart.supervisor import read_processes
+from rollout_bridge.errors import ExpectedError
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ LOCK = "quickstart.lock"
 POLL_S = 0.1
 
 
-class TakeoverError(RuntimeError):
+class TakeoverError(ExpectedError):
     """Another supervisor of the same run cannot be stopped."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from jaxtrain.training.context import Progress
 from rollout_bridge.control import EVALUATIONS_PREFIX, STATE_KEY
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from sharding import processes
 
@@ -17,7 +18,7 @@ PIN_SECONDS = 3600.0  # a pin outlives a restart of the trainer, which renews it
 POLL_SECONDS = 0.25
 
 
-class EvaluationTimeout(RuntimeError):
+class EvaluationTimeout(ExpectedError):
     """No worker answered an evaluation in time."""
 
 

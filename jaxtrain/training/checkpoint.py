@@ -13,12 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxtrain.training.integrity import digests
+from rollout_bridge.errors import ExpectedError
 
 # Items of a checkpoint; the JSON one holds the caller's data and the arrays' digests.
 ARRAYS, JSON = "arrays", "json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ExpectedError):
     """A checkpoint is missing, unreadable, or not of the state it should become."""
 
 

@@ -48,6 +48,7 @@ from jaxtrain.training.trainer import (
     sharded_shapes,
     state_of,
 )
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments import registry as environments
 from rollout_bridge.rollouts.environments.base import Environment
 from sharding import processes
@@ -63,7 +64,7 @@ class Stopped(Exception):
     """A signal asked the run to stop; everything trained so far is in a checkpoint."""
 
 
-class TooManyNonFinite(RuntimeError):
+class TooManyNonFinite(ExpectedError):
     """More steps than failure.max_nonfinite_steps had a non-finite loss or gradient."""
 
 

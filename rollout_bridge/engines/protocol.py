@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.weights.update import Update
 
 
@@ -44,7 +45,7 @@ class UpdateMode(enum.StrEnum):
     ABORT = "abort"  # they come back `ABORT`ed with the tokens so far
 
 
-class EngineError(RuntimeError):
+class EngineError(ExpectedError):
     """An engine failed; the message names the engine, what it was doing, and the remedy."""
 
 

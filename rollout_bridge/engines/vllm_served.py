@@ -31,6 +31,7 @@ from rollout_bridge.engines.protocol import (
 )
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.weights.materialize import EngineFormat, materialize
 from rollout_bridge.weights.mirror_view import MirrorView
 from rollout_bridge.weights.update import Update
@@ -42,7 +43,7 @@ ANSWER_SECONDS = 60.0
 MISSED_ANSWERS = 3
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(ExpectedError):
     """The server cannot be started; the message names port, log and remedy. Not worth another attempt."""
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge.errors import ExpectedError
 
-class NamesError(ValueError):
+
+class NamesError(ExpectedError, ValueError):
     """A configuration or tensor does not fit the architecture; says which, what was found and expected."""
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from rollout_bridge.errors import ExpectedError
+
 BLOCK = (128, 128)
 LARGEST_CODE_VALUE = 448.0
 MINIMUM_SCALE_EXPONENT = -116
@@ -39,7 +41,7 @@ _CODE_OF_BF16 = (
 _VALUE_OF_CODE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-class NonFiniteError(ValueError):
+class NonFiniteError(ExpectedError, ValueError):
     """A weight to quantise is NaN or infinite."""
 
 

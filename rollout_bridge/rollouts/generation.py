@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from rollout_bridge.engines.protocol import Completion, EngineError, FinishReason, Request, RolloutEngine
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.episodes import check_completion
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class WorkerSettings:
             raise ValueError(f"rollouts.temperature: {self.temperature} is negative; 0 is greedy")
 
 
-class WorkerError(RuntimeError):
+class WorkerError(ExpectedError):
     """A worker cannot go on; the message names what it waited for and the remedy."""
 
 

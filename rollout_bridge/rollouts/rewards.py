@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment, Score, Task
 from rollout_bridge.trajectories.schema import Status
 
@@ -20,7 +21,7 @@ def tagged_answer(text: str, tag: str) -> str | None:
     return answer.strip() if opened and closed else None
 
 
-class ScoringError(RuntimeError):
+class ScoringError(ExpectedError):
     """Verifiers hang faster than threads can be abandoned."""
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_bridge.control import CREDITS_KEY
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
@@ -28,7 +29,7 @@ PREFIX = "prompts/claims/"
 CREDITS = CREDITS_KEY
 
 
-class ClaimError(RuntimeError):
+class ClaimError(ExpectedError):
     """The claims in the store do not form a chain; the message names the key and the remedy."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.log import read_segment
 from rollout_bridge.trajectories.schema import Trajectory
@@ -25,7 +26,7 @@ DROP_REASONS = (
 )
 
 
-class PlanError(RuntimeError):
+class PlanError(ExpectedError):
     """A plan cannot be read, made or trained; the message names the plan and the remedy."""
 
 

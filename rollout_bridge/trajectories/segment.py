@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.trajectories.schema import SCHEMA_VERSION, Status, Trajectory, Turn, TurnKind
 
 FORMAT = b"rollout_bridge.trajectories"
@@ -66,7 +67,7 @@ _AS_THEY_ARE = [
 ]
 
 
-class SegmentError(ValueError):
+class SegmentError(ExpectedError, ValueError):
     """These bytes are not a segment to trust; the message says what was found and what was expected."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rollout_bridge.control import STATE_KEY
 from rollout_bridge.engines.protocol import EngineError, RolloutEngine
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
@@ -33,7 +34,7 @@ _PAUSES_KEPT = 64
 _TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSError)
 
 
-class AgentError(RuntimeError):
+class AgentError(ExpectedError):
     """The agent gave up; the message names the agent, the last reason and the remedy."""
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights import run
@@ -35,7 +36,7 @@ _SWAP_ATTEMPTS = 5
 _Message = TypeVar("_Message", bound="Begin | Part")
 
 
-class Superseded(RuntimeError):
+class Superseded(ExpectedError):
     """Another trainer has taken the run over; this one must exit. `successor` is its pointer."""
 
     def __init__(self, successor: Latest, *, incarnation: int) -> None:

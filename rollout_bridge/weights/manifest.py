@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.weights.canonical import BITS, TensorSpec
 
 LATEST_KEY = "weights/latest"
@@ -26,7 +27,7 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class BrokenVersion(ValueError):
+class BrokenVersion(ExpectedError, ValueError):
     """A manifest or blob is missing or not what was published. `ref` names the version, `what` the object."""
 
     def __init__(self, ref: ManifestRef, what: str, reason: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.quantization import digest
 from rollout_bridge.weights.canonical import TensorSpec
 from rollout_bridge.weights.manifest import ManifestRef
@@ -25,7 +26,7 @@ RUN, INDEX, TENSORS, VERSION = "run.json", "index.json", "tensors.bin", "version
 _ALIGNMENT = 64
 
 
-class MirrorError(RuntimeError):
+class MirrorError(ExpectedError):
     """A mirror is missing, damaged or in use; names the directory and the remedy."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_bridge import names
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.names import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, to_json_bytes
@@ -20,7 +21,7 @@ RUN_KEY = "run.json"
 FORMAT_VERSION = 1
 
 
-class RunError(ValueError):
+class RunError(ExpectedError, ValueError):
     """The store holds no run, another run, or a damaged one; says which and what to do."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rollout_bridge.errors import ExpectedError
 from rollout_bridge.trajectories.schema import Status
 
 
-class EnvironmentConfigError(ValueError):
+class EnvironmentConfigError(ExpectedError, ValueError):
     """An environment cannot be built as configured; the message names the option, its value and the
     remedy.
     """
