@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -19,6 +19,27 @@ class Section(BaseModel):
     """Immutable, strictly typed, and closed: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+class Reference(BaseModel):
+    """A value that names code: a registered name or `module:Name`. The other keys are that code's options."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+def named(default: str) -> BeforeValidator:
+    """Gives a reference without a name the name `default`."""
+    return BeforeValidator(lambda value: {"name": default, **value} if isinstance(value, dict) else value)
+
+
+def reference(default: str, reason: str) -> Any:
+    """A reference whose name is `default` where none is given."""
+    return Field(default_factory=lambda: Reference(name=default), description=reason)
 
 
 def rejection(field: str, message: str) -> PydanticCustomError:

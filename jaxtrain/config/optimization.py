@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,6 @@ from jaxtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Scalar,
     Section,
     rejection,
     required,
@@ -213,8 +212,8 @@ class Stage(Section):
 class SupervisedPhase(Phase):
     """Next-token prediction on worked answers; prompt tokens carry no loss."""
 
-    task_options: dict[str, Scalar | list[Scalar]] | None = setting(
-        None, "options of the task that answers are worked for; None takes environment.options"
+    environment: dict[str, Any] = setting(
+        {}, "options of the environment that are other for the worked answers; the rest is the environment's"
     )
     stages: list[Stage] = setting(
         [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"

@@ -14,10 +14,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import NonNegativeInt, Section, rejection, required, section, setting
+from jaxtrain.config.base import (
+    NonNegativeInt,
+    Reference,
+    Section,
+    named,
+    reference,
+    rejection,
+    required,
+    section,
+    setting,
+)
 from jaxtrain.config.division import known_sizes, undivided
 from jaxtrain.config.fleet import (
-    EnvironmentSection,
     ProcessSection,
     RolloutSection,
     TokenizerSection,
@@ -48,7 +57,9 @@ class ExperimentConfig(Section):
     model: ModelSection = required("architecture and numerics")
     mesh: MeshSection = section(MeshSection, "devices")
     tokenizer: TokenizerSection = section(TokenizerSection, "text to ids")
-    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
+    environment: Annotated[Reference, named("reasoning_gym")] = reference(
+        "reasoning_gym", "tasks, their episodes and rewards; reasoning_gym needs no download"
+    )
     optimizer: OptimizerSection = section(OptimizerSection, "Muon and AdamW")
     batch: BatchSection = required("shape of one microbatch")
     checkpoint: CheckpointSection = section(CheckpointSection, "restart points")
@@ -164,12 +175,6 @@ class AsyncGrpoConfig(ExperimentConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_stages("warm_start", self.warm_start, self.model)
-        if self.evaluation.prompts > self.environment.held_out_prompts:
-            raise rejection(
-                "evaluation.prompts",
-                f"{self.evaluation.prompts} is more than environment.held_out_prompts "
-                f"{self.environment.held_out_prompts}",
-            )
         if self.trajectories.length_bins > self.batch.sequence_length:
             raise rejection(
                 "trajectories.length_bins",

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, best_fit, pack
-from rollout_bridge.rollouts.episodes import prompt_ids
+from rollout_bridge.rollouts.transcript import prompt_ids
 
 
 class Tasks(Protocol):

@@ -28,7 +28,7 @@ from jaxtrain.training.context import TOKENIZER_PROMPTS, Context, Progress, open
 from jaxtrain.training.phase_trainer import open_trainer
 from jaxtrain.training.phases import batch_ramp, scheduled_values
 from jaxtrain.training.step import TrainState
-from rollout_bridge.rollouts.episodes import prompt_ids
+from rollout_bridge.rollouts.transcript import prompt_ids
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
 from rollout_bridge.trajectories.gate import Gate

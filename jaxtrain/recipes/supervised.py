@@ -16,7 +16,7 @@ from jaxtrain.training.context import Context, Progress
 from jaxtrain.training.phase_trainer import PhaseTrainer, open_trainer
 from jaxtrain.training.phases import Stage, batch_ramp, scheduled_values, stage_at, stages
 from jaxtrain.training.step import TrainState
-from rollout_bridge.rollouts.environments import registry as environments
+from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 
 
 def train(
@@ -36,9 +36,10 @@ def train(
         return state, progress
     config = context.config
     environment = context.environment
-    if phase.task_options is not None:
-        arguments = config.environment.arguments(seed=config.seed, options=phase.task_options)
-        environment = environments.create(config.environment.name, arguments)
+    if phase.environment:
+        options = config.environment.options | phase.environment
+        spec = EnvironmentSpec(name=config.environment.name, options=options, seed=config.seed)
+        environment = spec.create(where=f"{name}.environment")
     data = WorkedAnswers(
         environment, context.tokenizer, seed=config.seed, held_out=context.environment.held_out
     )

@@ -49,8 +49,8 @@ from jaxtrain.training.trainer import (
     state_of,
 )
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.rollouts.environments import registry as environments
 from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from sharding import processes
 from sharding.mesh import MeshSpec
 
@@ -163,7 +163,8 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     mesh = mesh_spec(config.mesh).build()
     if problems := undivided(config.model, config.microbatches, mesh.shape):
         raise ConfigError([f"{field}: {problem}" for field, problem in problems])
-    environment = environments.create(config.environment.name, config.environment.arguments(seed=config.seed))
+    section = config.environment
+    environment = EnvironmentSpec(name=section.name, options=section.options, seed=config.seed).create()
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
         keep=config.checkpoint.keep,
