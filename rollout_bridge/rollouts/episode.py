@@ -26,8 +26,7 @@ from rollout_bridge.rollouts.transcript import (
     failed,
     prompt_ids,
 )
-from rollout_bridge.trajectories.schema import Status, Trajectory, TurnKind
-from rollout_bridge.trajectories.segment import group_id
+from rollout_bridge.trajectories.schema import Status, Trajectory, TurnKind, group_id
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from rollout_bridge.engines.protocol import Completion, FinishReason, Purpose
 from rollout_bridge.rollouts.environments.base import Answer, Score, Task
-from rollout_bridge.trajectories.schema import Status, Trajectory, Turn, TurnKind
-from rollout_bridge.trajectories.segment import group_id
+from rollout_bridge.trajectories.schema import Status, Trajectory, Turn, TurnKind, group_id
 
 # What stands before the messages of an environment when their tokens are looked up.
 _BEFORE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
