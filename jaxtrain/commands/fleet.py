@@ -15,11 +15,11 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.commands.environment import environment_spec
 from jaxtrain.config.schema import AsyncGrpoConfig
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment
-from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.rollouts.scoring import ScoringPool
 from rollout_bridge.rollouts.settings import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
@@ -39,9 +39,7 @@ class FleetError(ExpectedError):
     """Something a rollout host needs did not appear; says what, where and what to do."""
 
 
-async def run_worker(
-    config: AsyncGrpoConfig, spec: EnvironmentSpec, environment: Environment, worker_id: str
-) -> None:
+async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_id: str) -> None:
     """Work until the trainer says finished, or SIGTERM or SIGINT.
 
     Raises `FleetError` (no run in the store), `WorkerError`, `AgentError`, `EngineError`, `StoreError`.
@@ -57,7 +55,7 @@ async def run_worker(
     tokenizer = await asyncio.to_thread(load_tokenizer, run, own / "tokenizer")
     engine = build_engine(config, run)
     settings = worker_settings(config, stop_ids=stop_ids(run.hf_config, tokenizer.eos_token_id))
-    worker = RolloutWorker(store, engine, environment, tokenizer, scoring(config, spec), settings, worker_id)
+    worker = RolloutWorker(store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id)
     try:
         if config.rollouts.engine == "embedded":
             # The engine of this process has no agent but ours; a server's is in `jaxtrain serve`.
@@ -185,11 +183,11 @@ def worker_settings(config: AsyncGrpoConfig, *, stop_ids: tuple[int, ...]) -> Wo
     )
 
 
-def scoring(config: AsyncGrpoConfig, spec: EnvironmentSpec) -> ScoringPool:
+def scoring_pool(config: AsyncGrpoConfig) -> ScoringPool:
     """The processes of a worker that hold copies of the environment."""
     section = config.rollouts
     return ScoringPool(
-        spec,
+        environment_spec(config),
         processes=section.scoring_processes,
         memory_bytes=section.scoring_memory_mb << 20,
         timeout_seconds=section.score_timeout_s,

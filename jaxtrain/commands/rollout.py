@@ -24,7 +24,7 @@ def rollout(
     rollouts.engine=embedded the worker runs the model itself; with vllm it asks this host's `jaxtrain serve`.
     """
     experiment = load_async(config, name, overrides, fleet=True)
-    from jaxtrain.commands.environment import environment_of, environment_spec
+    from jaxtrain.commands.environment import environment_of
 
     environment = environment_of(experiment, source=config)
     log_to_stderr()
@@ -35,4 +35,4 @@ def rollout(
     from jaxtrain.commands.fleet import run_worker
 
     with naming():
-        asyncio.run(run_worker(experiment, environment_spec(experiment), environment, worker))
+        asyncio.run(run_worker(experiment, environment, worker))
