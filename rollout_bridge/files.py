@@ -34,7 +34,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except Exception:
         temporary.unlink(missing_ok=True)
         raise
     if durable:

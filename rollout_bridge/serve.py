@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from rollout_bridge.engines.vllm_served import ServedVllm, ServerFailed
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
+from rollout_bridge.waiting import looks, wait_for_async
 from rollout_bridge.weights.agent import AgentSettings, SyncAgent
 from rollout_bridge.weights.chain import read_latest
 from rollout_bridge.weights.manifest import LATEST_KEY
@@ -120,20 +121,20 @@ async def _serve(settings: ServeSettings) -> None:
 
 
 async def free_ports(servers: Sequence[VllmServer]) -> None:
-    """Returns once nobody listens on the ports of `servers`: one whose agent was killed takes a while to end.
+    """Returns once the ports of `servers` are free: a server whose agent was killed takes a while to end.
 
     Raises `EngineError` naming a port that is taken for `PORT_SECONDS`.
     """
-    began = time.monotonic()
-    for server in servers:
-        while True:
-            try:
-                server.check_port()
-                break
-            except EngineError:
-                if time.monotonic() - began >= PORT_SECONDS:
-                    raise
-            await asyncio.sleep(POLL_SECONDS)
+    waiting = list(servers)
+    for pause in looks(PORT_SECONDS, POLL_SECONDS):
+        with suppress(EngineError):
+            while waiting:
+                waiting[0].check_port()
+                waiting.pop(0)
+            return
+        await asyncio.sleep(pause)
+    for server in waiting:
+        server.check_port()
 
 
 def _engine(
@@ -159,17 +160,19 @@ def _engine(
 
 async def wait_for_first_version(store: Store, *, timeout: float) -> None:
     """Returns once the chain has a version. `ServeError` naming store and key after `timeout` seconds."""
-    began = time.monotonic()
-    while True:
+
+    async def look() -> object:
         latest = await asyncio.to_thread(read_latest, store)
-        if latest is not None and latest.manifest is not None:
-            return
-        if time.monotonic() - began > timeout:
-            raise ServeError(
-                f"{store.url}: no policy version after {timeout:.0f} s ({LATEST_KEY} names none). Start the "
-                "trainer of this run, see that both use the same store, or wait longer"
-            )
-        await asyncio.sleep(min(POLL_SECONDS, timeout))
+        return latest.manifest if latest is not None else None
+
+    await wait_for_async(
+        look,
+        f"a policy version in {store.url} ({LATEST_KEY} names none). Start the trainer of this run, see that "
+        "both use the same store, or wait longer",
+        timeout=timeout,
+        poll=POLL_SECONDS,
+        error=ServeError,
+    )
 
 
 def server_settings(settings: ServeSettings, *, gpus: Sequence[str], number: int = 0) -> VllmServerSettings:

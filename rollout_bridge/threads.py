@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 async def finished_in_thread(work: Callable[[], _T]) -> _T:
     """`work()`, on a thread of the loop's executor.
 
-    A cancellation is raised when `work` has ended, since no thread can be stopped: what it has in hand (a
-    mirror's lock, a claim, a segment) is free for what the caller does next. Its outcome is lost then.
+    No thread can be stopped, so a cancellation is raised when `work` has ended. What `work` held (a mirror's
+    lock, a claim, a segment) is free then, and its outcome is lost.
     """
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
@@ -23,6 +23,6 @@ async def finished_in_thread(work: Callable[[], _T]) -> _T:
             try:
                 await asyncio.wait({running})
             except asyncio.CancelledError:
-                continue  # asked again: it is raised below
-        running.exception()  # seen, so that nobody is told of it when the future goes
+                continue  # cancelled again: raised below
+        running.exception()  # retrieved, or asyncio logs that it never was
         raise

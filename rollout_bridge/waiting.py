@@ -1,14 +1,14 @@
-"""Waiting with a timeout: look, wait, look again, and say at the end what was waited for.
+"""Waiting with a timeout: look, sleep, look again, and say at the end what was waited for.
 
-`wait_for` raises when the time is up. `looks` is the loop beneath it, for a wait that goes on without error.
-Each has an asynchronous form. Time is monotonic, and there is always at least one look.
+`wait_for` and `wait_for_async` raise when the time is up. `looks` is the loop beneath them, for a wait that
+ends in another way. Time is monotonic. There is always at least one look, and the last is at the timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,28 +20,19 @@ def looks(
     *,
     slowest: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Iterator[None]:
-    """Yields once for each look: now, then every `poll` seconds until `timeout` seconds have passed.
+) -> Iterator[float]:
+    """One item for each look until `timeout` seconds have passed: the seconds to sleep after it.
 
-    slowest: the pause doubles after each look up to this many seconds; None keeps it at `poll`.
+    slowest: `poll` doubles after each look, up to this; None keeps it.
     """
     deadline = clock() + timeout
-    for pause in _pauses(poll, slowest):
-        yield
-        if clock() >= deadline:
-            return
-        sleep(pause)
-
-
-async def looks_async(timeout: float, poll: float, *, slowest: float | None = None) -> AsyncIterator[None]:
-    """As `looks`, in a coroutine."""
-    deadline = time.monotonic() + timeout
-    for pause in _pauses(poll, slowest):
-        yield
-        if time.monotonic() >= deadline:
-            return
-        await asyncio.sleep(pause)
+    left = timeout
+    while left > 0:
+        left = deadline - clock()
+        yield max(0.0, min(poll, left))
+        poll = poll if slowest is None else min(2 * poll, slowest)
+    if timeout <= 0:
+        yield 0.0
 
 
 def wait_for(
@@ -52,21 +43,20 @@ def wait_for(
     poll: float,
     error: type[Exception],
     slowest: float | None = None,
-    between: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """The first value of `look()` that is not None.
+    """The first value of `look()` that is not None. Either function may raise, which ends the wait.
 
     what: what is waited for, where, and what to do; a function is called only for the error.
-    between: called after each look that found nothing; it may raise, to stop the wait.
     Raises `error`: "waited <timeout> s for <what>".
     """
-    for _ in looks(timeout, poll, slowest=slowest, clock=clock, sleep=sleep):
+    for pause in looks(timeout, poll, slowest=slowest, clock=clock):
         found = look()
         if found is not None:
             return found
-        between()
+        if pause:
+            sleep(pause)
     raise error(_waited(timeout, what))
 
 
@@ -80,18 +70,12 @@ async def wait_for_async(
     slowest: float | None = None,
 ) -> T:
     """As `wait_for`, with a coroutine function that looks. Cancel the coroutine to stop the wait."""
-    async for _ in looks_async(timeout, poll, slowest=slowest):
+    for pause in looks(timeout, poll, slowest=slowest):
         found = await look()
         if found is not None:
             return found
+        await asyncio.sleep(pause)
     raise error(_waited(timeout, what))
-
-
-def _pauses(poll: float, slowest: float | None) -> Iterator[float]:
-    pause = poll
-    while True:
-        yield pause
-        pause = poll if slowest is None else min(2 * pause, slowest)
 
 
 def _waited(timeout: float, what: str | Callable[[], str]) -> str:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import ShardingError
-from sharding.leaves import LogicalAxes, named_leaves
+from sharding.leaves import Leaf, LogicalAxes, named_leaves
 
 MeshAxes = str | tuple[str, ...] | None
 MAX_ERRORS_SHOWN = 20
@@ -66,11 +66,20 @@ class ShardingRules:
           name: how errors call the array.
 
         Raises:
-          ShardingError: rank mismatch, logical axis without a rule, mesh axis that `mesh` lacks, two
-            dimensions on one mesh axis, or a dimension that its mesh axes do not divide.
+          ShardingError: an argument of the wrong kind, rank mismatch, logical axis without a rule, mesh axis
+            that `mesh` lacks, two dimensions on one mesh axis, or a dimension that its mesh axes do not
+            divide.
         """
+        _check_mesh("spec(logical_axes, shape, mesh)", mesh, logical_axes=logical_axes, shape=shape)
+        if not isinstance(shape, tuple) or not all(hasattr(size, "__index__") for size in shape):
+            raise ShardingError(f"{name}: shape: found {_found(shape)}, expected a tuple of sizes")
         if logical_axes is None:
             return PartitionSpec()
+        if not is_logical_axes(logical_axes):
+            raise ShardingError(
+                f"{name}: logical_axes: found {_found(logical_axes)}, expected a tuple of names and Nones,"
+                " one for each dimension"
+            )
         if len(logical_axes) != len(shape):
             raise ShardingError(
                 f"{name}: {len(logical_axes)} logical axes {logical_axes} for shape {shape} of rank"
@@ -123,13 +132,16 @@ class ShardingRules:
           mesh: the mesh to shard over.
 
         Raises:
-          ShardingError: leaves that exist on one side only, or every failing leaf's own error, one a line.
+          ShardingError: an argument of the wrong kind, leaves that exist on one side only, or every failing
+            leaf's own error, one a line.
         """
+        _check_mesh("shardings(logical_axes, shapes, mesh)", mesh, logical_axes=logical_axes, shapes=shapes)
         wanted = {
             leaf.name: leaf.value
             for leaf in named_leaves(logical_axes, lambda x: x is None or is_logical_axes(x))
         }
         arrays = named_leaves(shapes, _is_shape)
+        _check_leaves(wanted, arrays)
         _check_same_names(set(wanted), {leaf.name for leaf in arrays})
         found: list[NamedSharding] = []
         errors: list[str] = []
@@ -165,6 +177,40 @@ def is_logical_axes(node: Any) -> bool:
 
 def _is_shape(node: Any) -> bool:
     return type(node) is tuple and all(isinstance(entry, int) for entry in node)
+
+
+def _found(value: Any) -> str:
+    """What an error shows of an argument: a short value, or the type of a long one."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _check_mesh(call: str, mesh: Any, **others: Any) -> None:
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return
+    misplaced = [name for name, value in others.items() if isinstance(value, Mesh | AbstractMesh)]
+    hint = f"; {misplaced[0]} is a mesh: the order is {call}" if misplaced else ""
+    if hasattr(mesh, "build"):
+        hint = "; build the mesh first: spec.build()"
+    raise ShardingError(f"{call}: mesh: found {_found(mesh)}, expected a jax.sharding.Mesh{hint}")
+
+
+def _check_leaves(axes: Mapping[str, Any], arrays: list[Leaf]) -> None:
+    errors = [
+        f"{name}: logical_axes: found {_found(value)}, expected a tuple of names and Nones, or None"
+        for name, value in axes.items()
+        if value is not None and not is_logical_axes(value)
+    ]
+    errors += [
+        f"{leaf.name}: shapes: found {_found(leaf.value)}, expected an array, a ShapeDtypeStruct or a shape"
+        for leaf in arrays
+        if not _is_shape(leaf.value) and not hasattr(leaf.value, "shape")
+    ]
+    if errors:
+        errors.append("The order is shardings(logical_axes, shapes, mesh).")
+    _raise_all(errors)
 
 
 def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:

@@ -19,11 +19,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.collectives import collectives, report
-from sharding.inspect import assert_sharded, describe
-from sharding.mesh import MeshSpec
-from sharding.rules import ShardingRules
-from sharding.tree import shard, shardings_like
+from sharding import (
+    MeshSpec,
+    ShardingRules,
+    assert_sharded,
+    collectives,
+    describe,
+    report,
+    shard,
+    shardings_like,
+)
 
 RULES = ShardingRules({"embed": "fsdp", "mlp": "tensor"})
 # Equinox stores [out, in]; layers/0 is the first. A name that is missing here is an error.

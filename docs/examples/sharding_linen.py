@@ -19,11 +19,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.collectives import collectives, report
-from sharding.inspect import describe
-from sharding.mesh import MeshSpec
-from sharding.rules import ShardingRules, logical_axes_of
-from sharding.tree import shard, shardings_like
+from sharding import (
+    MeshSpec,
+    ShardingRules,
+    collectives,
+    describe,
+    logical_axes_of,
+    report,
+    shard,
+    shardings_like,
+)
 
 RULES = ShardingRules({"embed": "fsdp", "mlp": "tensor", "classes": None})
 

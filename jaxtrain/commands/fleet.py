@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rollout_bridge.rollouts.settings import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.serve import ServeSettings
 from rollout_bridge.store import Store
+from rollout_bridge.waiting import looks
 from rollout_bridge.weights.agent import AgentSettings, SyncAgent
 from rollout_bridge.weights.run import RUN_KEY, RunInfo
 from rollout_bridge.weights.run import load as load_run
@@ -86,18 +86,17 @@ async def wait_for_run(store: Store, *, timeout_s: float, stop: asyncio.Event) -
 
     Raises `FleetError` naming store and key after `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
-    while not stop.is_set():
+    for pause in looks(timeout_s, POLL_S):
+        if stop.is_set():
+            return None
         run = await asyncio.to_thread(load_run, store)
         if run is not None:
             return run
-        if time.monotonic() > deadline:
-            raise FleetError(
-                f"{store.url}: no {RUN_KEY} after {timeout_s:.0f} s. Start the trainer of this run "
-                "(jaxtrain train), and see that both use the same store"
-            )
-        await asyncio.sleep(POLL_S)
-    return None
+        await asyncio.sleep(pause)
+    raise FleetError(
+        f"waited {timeout_s:g} s for {RUN_KEY} in {store.url}. Start the trainer of this run (jaxtrain "
+        "train), and see that both use the same store"
+    )
 
 
 def load_tokenizer(run: RunInfo, directory: Path) -> Any:

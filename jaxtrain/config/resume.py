@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
 from jaxtrain.config.load import SAVED, Reader, load_config
 from jaxtrain.config.schema import Config, as_plain
+from rollout_bridge.files import write_whole
 
 
 def check_run(config: Config) -> None:
@@ -40,10 +40,7 @@ def claim_run(config: Config) -> Path:
     check_run(config)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    saved_path = run_dir / SAVED
-    partial = saved_path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(yaml.safe_dump(as_plain(config), sort_keys=False), encoding="utf-8")
-    partial.replace(saved_path)
+    write_whole(run_dir / SAVED, yaml.safe_dump(as_plain(config), sort_keys=False))
     return run_dir
 
 

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.huggingface.layout import check_destination, copy_companions, write_config, written_whole
+from jaxtrain.huggingface.layout import check_destination, copy_companions, write_config
 from rollout_bridge import names
+from rollout_bridge.files import whole_directory
 from rollout_bridge.names.base import TensorSource, leading_shape, paths
 from rollout_bridge.quantization.host import quantize_block_fp8, scale_shape
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, ServingLayout, plan_for, scale_name
@@ -63,7 +64,7 @@ def export(
     with ExitStack() as stack:
         if processes.process_index() == 0:
             check_destination(destination, nbytes=sum(output.nbytes for output in outputs))
-            directory = stack.enter_context(written_whole(destination))
+            directory = stack.enter_context(whole_directory(destination))
             write_tensors(outputs, directory, shard_bytes)
             copy_companions(companions, directory)
             write_config(directory, _config(hf_config, plan, export_format))

@@ -10,16 +10,14 @@ A Hugging Face directory has everything in one place. A directory of ours, a run
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.huggingface.errors import HuggingFaceError
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.files import write_whole
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer", "checkpoints"
 COMPANIONS = (
@@ -72,9 +70,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def write_config(directory: Path, hf_config: Mapping[str, Any]) -> None:
     """Writes config.json whole or not at all."""
-    partial = directory / f".{CONFIG}.{os.getpid()}"
-    partial.write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / CONFIG)
+    write_whole(directory / CONFIG, json.dumps(hf_config, indent=2) + "\n")
 
 
 def check_destination(destination: Path, *, nbytes: int) -> None:
@@ -87,21 +83,3 @@ def check_destination(destination: Path, *, nbytes: int) -> None:
         raise DestinationError(
             f"{destination}: {nbytes / 1e9:.1f} GB are needed, {parent} has {free / 1e9:.1f}"
         )
-
-
-@contextmanager
-def written_whole(destination: Path, *, partial: Path | None = None) -> Iterator[Path]:
-    """A new directory beside `destination`, renamed to it at the end, or removed when an exception passes.
-
-    partial: its name, if other processes have to know it.
-    """
-    destination = destination.absolute()
-    if partial is None:
-        partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        os.rename(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

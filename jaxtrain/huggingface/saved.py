@@ -23,7 +23,6 @@ from jaxtrain.huggingface.layout import (
     is_hugging_face,
     read_config,
     write_config,
-    written_whole,
 )
 from jaxtrain.huggingface.streaming import load_parameters
 from jaxtrain.models.config import ModelConfig
@@ -31,6 +30,7 @@ from jaxtrain.models.definition import Definition, define
 from jaxtrain.models.sharding_rules import parameter_shardings
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.checkpoint_reader import CheckpointReader
+from rollout_bridge.files import whole_directory
 from rollout_bridge.quantization.plan import ServingLayout
 from sharding import processes
 
@@ -104,7 +104,7 @@ def import_model(source: Path, destination: Path, mesh: Mesh) -> Path:
         check_destination(destination, nbytes=nbytes)
     name = processes.broadcast_json(os.urandom(4).hex() if first else None, name="import")
     partial = destination.absolute().with_name(f".{destination.name}.{name}.partial")
-    with written_whole(destination, partial=partial) if first else nullcontext():
+    with whole_directory(destination, partial=partial) if first else nullcontext():
         processes.barrier("import: directory")
         values = load_parameters(checkpoint, definition.shapes, shardings)
         arrays = {

@@ -20,7 +20,7 @@ from jaxtrain.quickstart.supervisor import supervise
 from jaxtrain.quickstart.takeover import owned
 from jaxtrain.quickstart.timeline import recorded
 from jaxtrain.quickstart.view import live_view
-from rollout_bridge.control import STATE_KEY
+from rollout_bridge.control import read_state
 from rollout_bridge.store import Store
 
 Compose = Callable[[AsyncGrpoConfig, Path], list[ChildSpec]]
@@ -46,8 +46,8 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
             console.print(f"Run {config.name!r} is finished. Another one: --name NAME")
             print_summary(write_report(config, store), run_dir, console)
             return 0
-        if (state := store.read_json(STATE_KEY)) is not None and state.get("phase") == "finished":
-            store.put_json(STATE_KEY, {**state, "phase": "rl"})  # more steps: nobody is to leave
+        if (state := read_state(store)) is not None and state.finished:
+            store.put_json(state.key, state.to_json() | {"phase": "rl"})  # more steps: all are to stay
         console.print(
             f"Run {config.name!r} in {run_dir}; logs in {run_dir / 'logs'}. Ctrl-C stops it, to be resumed."
         )

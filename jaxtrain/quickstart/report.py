@@ -13,6 +13,7 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.curves import CURVES, draw
 from jaxtrain.quickstart.summary import metric_rows, summarize
 from jaxtrain.quickstart.view import clock, kilobytes
+from rollout_bridge.files import write_whole
 from rollout_bridge.store import Store
 
 SUMMARY = "summary.json"
@@ -21,9 +22,7 @@ SUMMARY = "summary.json"
 def write_report(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
     """runs/<name>/summary.json and curves.png, replaced whole. Returns the summary."""
     summary = summarize(config, store)
-    partial = config.run_dir / f"{SUMMARY}.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(config.run_dir / SUMMARY)
+    write_whole(config.run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
     draw(metric_rows(config.run_dir), config.run_dir / CURVES, title=config.name)
     return summary
 

@@ -20,11 +20,19 @@ from typing import Any
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.timeline import recorded_seconds
 from jaxtrain.training.metrics import FILENAME, read_metrics
-from rollout_bridge.control import STATE_KEY
+from rollout_bridge.control import (
+    ACKS_PREFIX,
+    RESULTS_PREFIX,
+    Ack,
+    EvaluationResult,
+    read,
+    read_state,
+    readable,
+)
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.weights.chain import read_latest, read_manifest
-from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion, Kind, Manifest
+from rollout_bridge.weights.manifest import BrokenVersion, Kind, Manifest
 from rollout_bridge.weights.run import load as load_run
 
 
@@ -35,9 +43,9 @@ def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def finished(config: AsyncGrpoConfig, store: Store) -> bool:
     """The trainer has said so, after as many RL steps as the config asks for."""
-    state = store.read_json(STATE_KEY)
+    state = read_state(store)
     steps = sum(row["phase"] == "rl" for row in metric_rows(config.run_dir))
-    return state is not None and state.get("phase") == "finished" and steps >= config.rl.steps
+    return state is not None and state.finished and steps >= config.rl.steps
 
 
 def summarize(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
@@ -59,15 +67,13 @@ def summarize(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
 
 
 def _rewards(store: Store) -> dict[str, Any]:
-    results = [store.read_json(key) for key in store.list("evaluations/") if key.endswith("/result.json")]
-    scored = [result for result in results if result is not None and result["reward_mean"] is not None]
-    ordered = sorted(scored, key=lambda result: result["version"])
-    first = ordered[0] if ordered else {}
-    last = ordered[-1] if len(ordered) > 1 else {}
+    keys = [key for key in store.list(RESULTS_PREFIX) if key.endswith("/result.json")]
+    results = [result for key in keys if (result := read(store, EvaluationResult, key)) is not None]
+    scored = sorted((each for each in results if each.reward_mean is not None), key=lambda each: each.version)
     return {
-        "reward_before": first.get("reward_mean"),
-        "reward_after": last.get("reward_mean"),
-        "evaluated_versions": [result["version"] for result in ordered],
+        "reward_before": scored[0].reward_mean if scored else None,
+        "reward_after": scored[-1].reward_mean if len(scored) > 1 else None,
+        "evaluated_versions": [result.version for result in scored],
     }
 
 
@@ -101,12 +107,12 @@ def _versions(store: Store) -> dict[str, Any]:
 
 
 def _agents(store: Store) -> dict[str, Any]:
-    acks = [ack for key in store.list(ACKS_PREFIX) if (ack := store.read_json(key)) is not None]
-    pauses = [pause for ack in acks for pause in ack["pause_ms"]]
+    acks = list(readable(store, Ack, ACKS_PREFIX))
+    pauses = [pause for ack in acks for pause in ack.pause_ms]
     return {
         "update_pause_ms_p50": statistics.median(pauses) if pauses else None,
-        "updates_applied": sum(ack["updates"] for ack in acks),
-        "tensors_verified": sum(ack["verified_tensors"] for ack in acks),
+        "updates_applied": sum(ack.updates for ack in acks),
+        "tensors_verified": sum(ack.verified_tensors for ack in acks),
     }
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from jaxtrain.quickstart.child import Child, ChildSpec, start
+from rollout_bridge.files import write_whole
+from rollout_bridge.waiting import looks
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +87,11 @@ def _watch(children: list[Child], asked: list[signal.Signals], on_tick: Callable
 def _wait(
     children: list[Child], timeout_s: float, asked: list[signal.Signals], on_tick: Callable[[], None]
 ) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(child.running for child in children) and time.monotonic() < deadline and not asked:
+    for pause in looks(timeout_s, POLL_S):
+        if asked or not any(child.running for child in children):
+            return
         on_tick()
-        time.sleep(POLL_S)
+        time.sleep(pause)
 
 
 def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -96,9 +99,10 @@ def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], boo
     for child in children:
         if child.running:
             os.kill(child.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
-    while any(child.running for child in children) and time.monotonic() < deadline and not hurry():
-        time.sleep(POLL_S / 5)
+    for pause in looks(timeout_s, POLL_S / 5):
+        if hurry() or not any(child.running for child in children):
+            break
+        time.sleep(pause)
     for child in children:
         if child.running:
             logger.warning("%s did not stop within %.0f s of SIGTERM: killing it", child.name, timeout_s)
@@ -107,10 +111,7 @@ def stop(children: Sequence[Child], *, timeout_s: float, hurry: Callable[[], boo
 
 def write_processes(run_dir: Path, processes: dict[str, int]) -> None:
     """processes.json, replaced whole: a reader sees the old names or the new ones."""
-    path = run_dir / PROCESSES
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(run_dir / PROCESSES, json.dumps(processes, indent=2) + "\n")
 
 
 def read_processes(run_dir: Path) -> dict[str, int]:

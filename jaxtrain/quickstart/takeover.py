@@ -18,6 +18,7 @@ import psutil
 
 from jaxtrain.quickstart.supervisor import read_processes
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.waiting import looks
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,10 @@ def stop_survivors(run_dir: Path, *, stop_timeout_s: float) -> list[str]:
     everyone = [relative for process in alive.values() for relative in (process, *_descendants(process))]
     for name, process in alive.items():
         logger.warning("stopping %s (pid %d), left by an earlier invocation", name, process.pid)
-        _tell(process, kill=False)
+        _signal(process, kill=False)
     _, remaining = psutil.wait_procs(everyone, timeout=stop_timeout_s)
     for process in remaining:
-        _tell(process, kill=True)
+        _signal(process, kill=True)
     psutil.wait_procs(remaining, timeout=stop_timeout_s)
     return list(alive)
 
@@ -82,7 +83,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _tell(process: psutil.Process, *, kill: bool) -> None:
+def _signal(process: psutil.Process, *, kill: bool) -> None:
     try:
         process.kill() if kill else process.terminate()
     except psutil.NoSuchProcess:
@@ -94,18 +95,17 @@ def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str
         return []
     stopped: list[str] = []
     for kill in (False, True):
-        told: set[psutil.Process] = set()
-        deadline = time.monotonic() + 2 * stop_timeout_s
-        while time.monotonic() < deadline:
+        signalled: set[psutil.Process] = set()
+        for pause in looks(2 * stop_timeout_s, POLL_S):
             if _locked(descriptor):
                 return stopped
             holder = _holder(path)
-            if holder is not None and holder not in told:
+            if holder is not None and holder not in signalled:
                 logger.warning("stopping the quickstart (pid %d) that runs this already", holder.pid)
-                _tell(holder, kill=kill)
-                told.add(holder)
+                _signal(holder, kill=kill)
+                signalled.add(holder)
                 stopped = ["quickstart"]
-            time.sleep(POLL_S)
+            time.sleep(pause)
     text = path.read_text(encoding="utf-8").strip()
     raise TakeoverError(
         f"{path}: still locked by pid {text or 'unknown'} after SIGTERM and SIGKILL; stop that process, "
@@ -114,8 +114,10 @@ def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str
 
 
 def _holder(path: Path) -> psutil.Process | None:
-    """Who says that it holds the lock. One that has just got it says so in a moment: until then the file
-    names a holder before, whose id may be another process's by now, which does not have the file open.
+    """The process that the file names, if it has the file open.
+
+    A new holder writes its name a moment after it gets the lock. Until then the file names an earlier holder,
+    whose id may belong to another process by now.
     """
     text = path.read_text(encoding="utf-8").strip()
     try:

@@ -28,6 +28,7 @@ from jaxtrain.training.context import TOKENIZER_PROMPTS, Context, Progress, open
 from jaxtrain.training.phase_trainer import open_trainer
 from jaxtrain.training.phases import batch_ramp, scheduled_values
 from jaxtrain.training.step import TrainState
+from rollout_bridge.control import FINISHED, WARM_START
 from rollout_bridge.rollouts.transcript import prompt_ids
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
@@ -83,7 +84,7 @@ def train(
         progress,
         config.warm_start,
         name="warm_start",
-        before_step=lambda progress: announce(store, "warm_start", progress, publications.version),
+        before_step=lambda progress: announce(store, WARM_START, progress, publications.version),
     )
     context.save(state, progress, force=True)
 
@@ -96,7 +97,7 @@ def train(
 
     evaluations.request(publications.finish(state, progress), step=progress.rl_steps)
     evaluations.wait(stop=lambda: context.stop_if_asked(state, progress))
-    announce(store, "finished", progress, publications.version)
+    announce(store, FINISHED, progress, publications.version)
 
 
 def check_prompts_fit(context: Context, config: AsyncGrpoConfig) -> None:

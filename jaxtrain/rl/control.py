@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 
 from jaxtrain.training.context import Progress
-from rollout_bridge.control import EVALUATIONS_PREFIX, STATE_KEY
+from rollout_bridge import control
+from rollout_bridge.control import EVALUATIONS_PREFIX, EvaluationRequest, RunState
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
+from rollout_bridge.waiting import wait_for
 from sharding import processes
 
 log = logging.getLogger(__name__)
@@ -23,16 +25,16 @@ class EvaluationTimeout(ExpectedError):
 
 
 def announce(store: Store, phase: str, progress: Progress, version: int) -> None:
-    """Writes control/state.json; "finished" tells workers and agents to leave."""
+    """Writes control/state.json; `FINISHED` tells workers and agents to leave."""
     if processes.process_index() == 0:
-        state = {
-            "phase": phase,
-            "step": progress.step,
-            "rl_step": progress.rl_steps,
-            "version": version,
-            "time": time.time(),
-        }
-        store.put_json(STATE_KEY, state)
+        state = RunState(
+            phase=phase,
+            step=progress.step,
+            rl_step=progress.rl_steps,
+            version=version,
+            time=time.time(),
+        )
+        store.put_json(state.key, state.to_json())
 
 
 class Evaluations:
@@ -50,52 +52,50 @@ class Evaluations:
     def request(self, version: int, *, step: int) -> None:
         """Asks once for an evaluation of `version`, reached after RL step `step`; again does nothing."""
         if processes.process_index() == 0:
-            name = f"rl-{step:06d}-v{version}"
-            self._store.create_json(
-                f"{EVALUATIONS_PREFIX}{name}.json",
-                {
-                    "id": name,
-                    "version": version,
-                    "prompts": [0, self._prompts],
-                    "purpose": "eval",
-                    "expires": time.time() + PIN_SECONDS,
-                },
+            request = EvaluationRequest(
+                id=f"rl-{step:06d}-v{version}",
+                version=version,
+                prompts=(0, self._prompts),
+                expires=time.time() + PIN_SECONDS,
             )
+            self._store.create_json(request.key, request.to_json())
 
     def renew(self) -> None:
         """Keeps unanswered requests from expiring while the trainer lives."""
         if time.monotonic() - self._renewed < PIN_SECONDS / 10 and self._renewed:
             return
         self._renewed = time.monotonic()
-        for key in self._unanswered():
-            value = self._store.read_json(key)
-            if value is not None:
-                self._store.put_json(key, {**value, "expires": time.time() + PIN_SECONDS})
+        for request in self._unanswered():
+            renewed = request.model_copy(update={"expires": time.time() + PIN_SECONDS})
+            self._store.put_json(request.key, renewed.to_json())
 
     def wait(self, *, stop: Callable[[], None]) -> None:
         """Returns when every request is answered. `stop` is called between looks and may raise.
 
         Raises `EvaluationTimeout` naming the requests; they expire if the run is not started again.
         """
-        deadline = time.monotonic() + self._timeout
-        while unanswered := self._unanswered():
-            stop()
-            if time.monotonic() > deadline:
-                raise EvaluationTimeout(
-                    f"waited {self._timeout:g} s for evaluations {', '.join(unanswered)} in "
-                    f"{self._store.url}: look whether a rollout worker runs and its engine serves the "
-                    "version asked for, or raise evaluation.timeout_s"
-                )
-            self.renew()
-            time.sleep(POLL_SECONDS)
 
-    def _unanswered(self) -> list[str]:
+        def look() -> bool | None:
+            if not self._unanswered():
+                return True
+            stop()
+            self.renew()
+            return None
+
+        wait_for(
+            look,
+            lambda: (
+                f"evaluations {', '.join(each.id for each in self._unanswered())} in {self._store.url}: look "
+                "whether a rollout "
+                "worker runs and its engine serves the version asked for, or raise evaluation.timeout_s"
+            ),
+            timeout=self._timeout,
+            poll=POLL_SECONDS,
+            error=EvaluationTimeout,
+        )
+
+    def _unanswered(self) -> list[EvaluationRequest]:
         if processes.process_index() != 0:
             return []
-        names = {
-            key: key.removeprefix(EVALUATIONS_PREFIX).removesuffix(".json")
-            for key in self._store.list(EVALUATIONS_PREFIX)
-        }
-        return [
-            key for key, name in names.items() if self._store.read(f"evaluations/{name}/result.json") is None
-        ]
+        requests = control.readable(self._store, EvaluationRequest, EVALUATIONS_PREFIX)
+        return [request for request in requests if self._store.read(request.result_key) is None]

@@ -43,6 +43,7 @@ from rollout_bridge.engines.vllm_protocol import (
     parse_completion,
     parse_version,
 )
+from rollout_bridge.waiting import looks
 from rollout_bridge.weights.update import Update
 
 POLL_SECONDS = 0.1
@@ -207,18 +208,17 @@ class VllmEngine:
     async def _admission_version(self, request: Request) -> int:
         """The version served now, once there is one and it is late enough for the request."""
         wanted = max(request.minimum_version or 0, request.exact_version or 0)
-        deadline = time.monotonic() + self._version_timeout
-        while True:
+        version = None
+        for pause in looks(self._version_timeout, POLL_SECONDS):
             version = await self.version()
             if version is not None and version >= wanted:
                 return version
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"vLLM at {self.url}: request {request.request_id!r} waited "
-                    f"{self._version_timeout:.0f} s for version {wanted}, the server has {version}. See that "
-                    "the trainer publishes and that the sync agent of this host runs"
-                )
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(pause)
+        raise EngineError(
+            f"vLLM at {self.url}: request {request.request_id!r} waited {self._version_timeout:g} s for "
+            f"version {wanted}, the server has {version}. See that the trainer publishes and that the sync "
+            "agent of this host runs"
+        )
 
     async def _stage(self, update: Update, reports: Path) -> int:
         """Stage in every worker and wait. The number of tensors staged; no weight has been touched."""

@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from rollout_bridge.engines.protocol import (
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.files import write_whole
 from rollout_bridge.weights.materialize import EngineFormat, materialize
 from rollout_bridge.weights.mirror_view import MirrorView
 from rollout_bridge.weights.update import Update
@@ -223,6 +223,4 @@ class ServedVllm:
             "version": version,
             "kv_policy": self._kv_policy.value,
         }
-        temporary = self._ready_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content))
-        os.replace(temporary, self._ready_file)
+        write_whole(self._ready_file, json.dumps(content))

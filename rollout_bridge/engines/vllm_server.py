@@ -23,6 +23,7 @@ from pathlib import Path
 from rollout_bridge.engines.protocol import EngineError
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.vllm_plugin import BACKEND, WORKER_EXTENSION
+from rollout_bridge.waiting import looks, wait_for_async
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class VllmServer:
                 start_new_session=True,
             )
         try:
-            await self._wait_healthy(began)
+            await self._wait_healthy()
         except BaseException:
             await self.stop()
             raise
@@ -156,16 +157,14 @@ class VllmServer:
         await process.wait()
 
     async def _kill_group(self, group: int) -> None:
-        deadline = time.monotonic() + STOP_SECONDS
-        while True:
+        for pause in looks(STOP_SECONDS, 0.05):
             try:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            if time.monotonic() > deadline:  # unreaped zombies; they hold neither port nor memory
-                logger.warning("vLLM at %s: process group %d outlives SIGKILL", self.url, group)
-                return
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(pause)
+        # What is left are unreaped zombies, which hold neither port nor memory.
+        logger.warning("vLLM at %s: process group %d outlives SIGKILL", self.url, group)
 
     def excerpt(self) -> str:
         """Of what this start wrote to the log: the errors it names, first ones first, and the last lines."""
@@ -241,27 +240,34 @@ class VllmServer:
                     "shows it) or choose another port"
                 ) from error
 
-    async def _wait_healthy(self, began: float) -> None:
+    async def _wait_healthy(self) -> None:
         engine = VllmEngine(self.url, update_timeout=5.0)
         process = self._process
         assert process is not None
+
+        async def healthy() -> bool | None:
+            if process.returncode is not None:
+                raise EngineError(
+                    f"vLLM at {self.url}: ended with status {process.returncode} while starting. From "
+                    f"{self.log}:\n{self.excerpt()}"
+                )
+            try:
+                await engine.version()
+            except EngineError:  # not listening yet
+                return None
+            return True
+
         try:
-            while True:
-                if process.returncode is not None:
-                    raise EngineError(
-                        f"vLLM at {self.url}: ended with status {process.returncode} while starting. From "
-                        f"{self.log}:\n{self.excerpt()}"
-                    )
-                if time.monotonic() - began > self.settings.startup_timeout:
-                    raise EngineError(
-                        f"vLLM at {self.url}: not healthy after {self.settings.startup_timeout:.0f} s. Raise "
-                        f"the start-up timeout, or see the cause in {self.log}:\n{self.excerpt()}"
-                    )
-                try:
-                    await engine.version()
-                    return
-                except EngineError:  # not listening yet: the loop ends by exit or timeout
-                    await asyncio.sleep(0.25)
+            await wait_for_async(
+                healthy,
+                lambda: (
+                    f"vLLM at {self.url} to be healthy. Raise the start-up timeout, or see the cause in "
+                    f"{self.log}:\n{self.excerpt()}"
+                ),
+                timeout=self.settings.startup_timeout,
+                poll=0.25,
+                error=EngineError,
+            )
         finally:
             await engine.close()
 

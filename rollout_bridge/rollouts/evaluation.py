@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollout_bridge.control import EVALUATIONS_PREFIX
+from rollout_bridge.control import (
+    EVALUATIONS_PREFIX,
+    EvaluationRequest,
+    EvaluationResult,
+    RecordError,
+    read,
+)
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play
@@ -26,47 +30,6 @@ from rollout_bridge.trajectories.groups import VALID
 from rollout_bridge.trajectories.schema import Trajectory
 
 logger = logging.getLogger(__name__)
-
-_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Held-out prompts [start, stop) at policy `version`; void after `expires` (unix seconds)."""
-
-    id: str
-    version: int
-    start: int
-    stop: int
-    expires: float
-
-    @property
-    def result_key(self) -> str:
-        return f"evaluations/{self.id}/result.json"
-
-    @property
-    def claim_key(self) -> str:
-        return f"evaluations/{self.id}/claim.json"
-
-
-def parse(key: str, value: Any) -> Evaluation:
-    """Raises `ValueError` unless `value` is an evaluation request that `key` may hold."""
-    try:
-        start, stop = value["prompts"]
-        evaluation = Evaluation(
-            id=value["id"], version=value["version"], start=start, stop=stop, expires=float(value["expires"])
-        )
-        good = bool(_ID.fullmatch(evaluation.id)) and key == f"{EVALUATIONS_PREFIX}{evaluation.id}.json"
-        good = (
-            good
-            and all(type(n) is int and n >= 0 for n in (evaluation.version, start, stop))
-            and start < stop
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{key} holds {value!r}, expected an evaluation request ({error!r})") from error
-    if not good:
-        raise ValueError(f"{key} holds {value!r}, expected its own id, a version and prompts [start, stop)")
-    return evaluation
 
 
 class Evaluator:
@@ -95,16 +58,18 @@ class Evaluator:
         self._stop_ids = tuple(stop_ids)
         self._closed: set[str] = set()  # answered, expired, or not for this engine
 
-    async def next(self) -> Evaluation | None:
+    async def next(self) -> EvaluationRequest | None:
         """A request nobody answers yet, claimed for this worker; None if there is none for its engine."""
         for key in await asyncio.to_thread(self._store.list, EVALUATIONS_PREFIX):
             if key in self._closed:
                 continue
             try:
-                evaluation = parse(key, await asyncio.to_thread(self._store.read_json, key))
-            except ValueError as error:
+                evaluation = await asyncio.to_thread(read, self._store, EvaluationRequest, key)
+            except RecordError as error:
                 logger.warning("ignored evaluation request: %s", error)
                 self._closed.add(key)
+                continue
+            if evaluation is None:
                 continue
             answered = await asyncio.to_thread(self._store.read, evaluation.result_key)
             try:
@@ -126,23 +91,21 @@ class Evaluator:
                 return evaluation
         return None
 
-    async def run(self, evaluation: Evaluation) -> None:
+    async def run(self, evaluation: EvaluationRequest) -> None:
         """Generates, scores, logs the rows, then writes the result once.
 
         Leaves the request to others, without a result, if it expires first.
         """
         keeper = asyncio.create_task(self._keep(evaluation))
         try:
-            if evaluation.stop > (size := self._environment.size):
-                problem = f"prompts up to {evaluation.stop} asked for, the environment holds out {size}"
+            start, stop = evaluation.prompts
+            if stop > (size := self._environment.size):
+                problem = f"prompts up to {stop} asked for, the environment holds out {size}"
                 await self._finish(evaluation, [], error=f"{problem}; hold out more or ask for fewer")
                 return
             slots = asyncio.Semaphore(self._settings.max_concurrent_groups * self._settings.group_size)
             rows = await asyncio.gather(
-                *(
-                    self._episode(evaluation, index, slots)
-                    for index in range(evaluation.start, evaluation.stop)
-                )
+                *(self._episode(evaluation, index, slots) for index in range(start, stop))
             )
             done = [row for row in rows if row is not None]
             if len(done) < len(rows):
@@ -159,7 +122,7 @@ class Evaluator:
             await asyncio.gather(keeper, return_exceptions=True)
 
     async def _episode(
-        self, evaluation: Evaluation, index: int, slots: asyncio.Semaphore
+        self, evaluation: EvaluationRequest, index: int, slots: asyncio.Semaphore
     ) -> Trajectory | None:
         """One held-out episode; None if the engine aborted it until the request expired."""
         settings = self._settings
@@ -196,31 +159,34 @@ class Evaluator:
         aborted = row.finish_reason == FinishReason.ABORT
         return None if aborted and time.time() >= evaluation.expires else row
 
-    async def _finish(self, evaluation: Evaluation, rows: list[Trajectory], *, error: str = "") -> None:
+    async def _finish(
+        self, evaluation: EvaluationRequest, rows: list[Trajectory], *, error: str = ""
+    ) -> None:
         """Rows first, the result last: who sees the result can read every row."""
         size = self._settings.segment_groups * self._settings.group_size
         for number, start in enumerate(range(0, len(rows), size)):
             data = segment.encode(rows[start : start + size], writer=self._worker, sequence=number)
             key = f"evaluations/{evaluation.id}/{self._worker}-{number}.parquet"
             await asyncio.to_thread(self._store.create, key, data)
-        result = {**summary(rows), **({"error": error} if error else {})}
-        result |= {
-            "id": evaluation.id,
-            "version": evaluation.version,
-            "prompts": [evaluation.start, evaluation.stop],
-            "worker": self._worker,
-            "time": time.time(),
-        }
-        if not await asyncio.to_thread(self._store.create_json, evaluation.result_key, result):
+        result = EvaluationResult(
+            id=evaluation.id,
+            version=evaluation.version,
+            prompts=evaluation.prompts,
+            worker=self._worker,
+            time=time.time(),
+            error=error,
+            **summary(rows),
+        )
+        if not await asyncio.to_thread(self._store.create_json, result.key, result.to_json()):
             logger.warning("evaluation %s was answered by another worker meanwhile", evaluation.id)
-        self._closed.add(f"{EVALUATIONS_PREFIX}{evaluation.id}.json")
+        self._closed.add(evaluation.key)
 
-    async def _keep(self, evaluation: Evaluation) -> None:
+    async def _keep(self, evaluation: EvaluationRequest) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_seconds / 3)
             await asyncio.to_thread(self._claim, evaluation)
 
-    def _claim(self, evaluation: Evaluation) -> bool:
+    def _claim(self, evaluation: EvaluationRequest) -> bool:
         """Takes or renews the request; False while another worker's lease is live."""
         found, generation = self._store.read_json_with_generation(evaluation.claim_key)
         if found is not None and found["worker"] != self._worker and found["lease_until"] > time.time():

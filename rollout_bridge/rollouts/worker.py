@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from rollout_bridge.control import STATE_KEY
+from rollout_bridge.control import CREDITS_KEY, WARM_START, read_state
 from rollout_bridge.engines.protocol import Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play
@@ -28,7 +28,7 @@ from rollout_bridge.rollouts.settings import WorkerError, WorkerSettings
 from rollout_bridge.rollouts.transcript import Limits, Origin, Tokenizer
 from rollout_bridge.store import Store
 from rollout_bridge.threads import finished_in_thread
-from rollout_bridge.trajectories.claims import CREDITS, Claim, ClaimBook
+from rollout_bridge.trajectories.claims import Claim, ClaimBook
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.schema import Trajectory
 
@@ -158,7 +158,7 @@ class RolloutWorker:
                     busy_at = time.monotonic()
                 elif time.monotonic() - busy_at > settings.idle_timeout_seconds:
                     raise WorkerError(
-                        f"waited {settings.idle_timeout_seconds:g} s for {CREDITS} in "
+                        f"waited {settings.idle_timeout_seconds:g} s for {CREDITS_KEY} in "
                         f"{self._store.url} to allow more "
                         "prompts, or for an evaluation request: is the trainer running on this store?"
                     )
@@ -191,14 +191,14 @@ class RolloutWorker:
 
     async def _warming_up(self) -> bool:
         """Whether the trainer is alive and has nothing to publish yet."""
-        state = await asyncio.to_thread(self._store.read_json, STATE_KEY)
-        if not isinstance(state, dict) or state.get("phase") != "warm_start":
+        state = await asyncio.to_thread(read_state, self._store)
+        if state is None or state.phase != WARM_START:
             return False
-        return time.time() - float(state.get("time", 0)) < self._settings.engine_timeout_seconds
+        return time.time() - state.time < self._settings.engine_timeout_seconds
 
     async def _finished(self) -> bool:
-        state = await asyncio.to_thread(self._store.read_json, STATE_KEY)
-        return state is not None and state.get("phase") == "finished"
+        state = await asyncio.to_thread(read_state, self._store)
+        return state is not None and state.finished
 
     async def _start_groups(self) -> None:
         """Keeps `max_concurrent_groups` in flight, claiming more prompts when those held run out."""

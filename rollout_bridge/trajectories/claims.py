@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_bridge.control import CREDITS_KEY
+from rollout_bridge.control import CREDITS_KEY, Credits, read
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
@@ -26,7 +26,6 @@ from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
 logger = logging.getLogger(__name__)
 
 PREFIX = "prompts/claims/"
-CREDITS = CREDITS_KEY
 
 
 class ClaimError(ExpectedError):
@@ -80,16 +79,16 @@ _REMEDY = "stop the workers, delete this key and the later ones, and start the w
 
 def granted(store: Store) -> int:
     """Prompt indices below this may be claimed; 0 before the trainer grants any."""
-    value = store.read_json(CREDITS)
-    return 0 if value is None else int(value["groups"])
+    found = read(store, Credits, CREDITS_KEY)
+    return 0 if found is None else found.groups
 
 
 def grant(store: Store, groups: int) -> int:
     """Lets workers claim indices below `groups`; never takes credits back. Returns what is granted now."""
     while True:
-        value, generation = store.read_json_with_generation(CREDITS)
-        current = 0 if value is None else int(value["groups"])
-        if groups <= current or store.swap_json(CREDITS, {"groups": groups}, generation):
+        data, generation = store.read_with_generation(CREDITS_KEY)
+        current = 0 if data is None else Credits.parse(CREDITS_KEY, data).groups
+        if groups <= current or store.swap_json(CREDITS_KEY, Credits(groups=groups).to_json(), generation):
             return max(groups, current)
 
 
@@ -97,8 +96,7 @@ class ClaimBook:
     """One worker's view of the claims.
 
     worker: its writer id. count: indices to claim at a time. lease_seconds: how long a claim outlives the
-        last
-    renewal; renew at a third of it. clock: unix seconds.
+    last renewal; renew at a third of it. clock: unix seconds.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class ClaimBook:
         None when neither is there.
         """
         while True:
-            keys = [key for key in self._store.list(PREFIX)]
+            keys = self._store.list(PREFIX)
             for key in keys:
                 taken = None if key in self._done else self._take_over(key)
                 if taken is not None:

@@ -18,6 +18,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.trajectories.gate import fresh_mask
 from rollout_bridge.trajectories.plan import Plan, PlanError, load_rows, plan_key, read_plan
 from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.waiting import wait_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +107,13 @@ class PlanIterator(grain.DatasetIterator[PlannedStep]):
 
     def _wait(self) -> Plan:
         dataset = self._dataset
-        deadline = dataset.clock() + dataset.timeout_seconds
-        while True:
-            plan = read_plan(dataset.store, self._step)
-            if plan is not None:
-                return plan
-            if dataset.clock() >= deadline:
-                raise PlanError(
-                    f"waited {dataset.timeout_seconds:g} s for {plan_key(self._step)} in "
-                    f"{dataset.store.url}: process 0 "
-                    "makes it before the step. Look at its log, and whether rollout workers deliver "
-                    "trajectories"
-                )
-            dataset.sleep(dataset.poll_seconds)
+        return wait_for(
+            lambda: read_plan(dataset.store, self._step),
+            f"{plan_key(self._step)} in {dataset.store.url}: process 0 makes it before the step. Look at its "
+            "log, and whether rollout workers deliver trajectories",
+            timeout=dataset.timeout_seconds,
+            poll=dataset.poll_seconds,
+            error=PlanError,
+            clock=dataset.clock,
+            sleep=dataset.sleep,
+        )

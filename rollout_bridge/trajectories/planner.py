@@ -13,6 +13,7 @@ from rollout_bridge.trajectories.claims import grant
 from rollout_bridge.trajectories.log import LogReader, TrajectoryRef
 from rollout_bridge.trajectories.plan import Plan, PlanError, create_plan, plan_key, plan_steps, read_plan
 from rollout_bridge.trajectories.selection import Selection, SelectionSettings, SelectionState, select
+from rollout_bridge.waiting import wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Planner:
 
     outstanding_groups: groups that workers may have claimed, or that wait in the log, at any one time (the
         back-pressure). At least what a step needs, more for a surplus to sample from.
-    poll_seconds: between looks at the log. clock, sleep: as in `time`.
+    poll_seconds: between looks at the log. sleep: as in `time`.
     """
 
     def __init__(
@@ -36,7 +37,6 @@ class Planner:
         *,
         outstanding_groups: int,
         poll_seconds: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if outstanding_groups < 1:
@@ -45,7 +45,6 @@ class Planner:
         self._settings = settings
         self._outstanding = outstanding_groups
         self._poll_seconds = poll_seconds
-        self._clock = clock
         self._sleep = sleep
         self._state = SelectionState()
         self._plans: dict[int, int] = {}  # step -> version
@@ -85,15 +84,22 @@ class Planner:
             )
         if target_tokens is not None:
             self._settings = replace(self._settings, target_tokens=target_tokens, target_trajectories=None)
-        deadline = self._clock() + timeout
-        while True:
+
+        def look() -> Plan | None:
             selection = self._select(step, version)
             if selection.plan is not None:
                 return self._commit(selection.plan)
             self._grant(selection)
-            if self._clock() >= deadline:
-                raise PlanTimeoutError(self._shortage(selection, step, timeout))
-            self._sleep(self._poll_seconds)
+            return None
+
+        return wait_for(
+            look,
+            lambda: self._shortage(self._select(step, version), step),
+            timeout=timeout,
+            poll=self._poll_seconds,
+            error=PlanTimeoutError,
+            sleep=self._sleep,
+        )
 
     def open_credits(self) -> int:
         """Reads the log and lets workers claim as many groups as may be outstanding now; returns the grant.
@@ -148,16 +154,13 @@ class Planner:
         seen = self._seen | self._reader.quarantined_groups
         return grant(self._store, len(seen - selection.live_groups) + self._outstanding)
 
-    def _shortage(self, selection: Selection, step: int, timeout: float) -> str:
+    def _shortage(self, selection: Selection, step: int) -> str:
         unit = "trajectories" if self._settings.target_trajectories is not None else "tokens"
         drops = {reason: len(rows) for reason, rows in selection.drops.items()}
         return (
-            f"waited {timeout:g} s for trajectories to plan step {step}: {selection.amount} of "
-            f"{selection.target} {unit} "
-            f"are usable in {len(selection.live_groups)} groups, dropped since the last plan: "
-            f"{drops or 'none'}, "
+            f"trajectories to plan step {step}: {selection.amount} of {selection.target} {unit} are usable "
+            f"in {len(selection.live_groups)} groups, dropped since the last plan: {drops or 'none'}, "
             f"quarantined segments: {len(self._reader.quarantined)}, groups ever seen: {len(self._seen)}. "
-            f"Look whether rollout workers run on {self._store.url} and serve a recent version; "
-            "lower the target, raise "
-            f"outstanding_groups ({self._outstanding}) or the timeout"
+            f"Look whether rollout workers run on {self._store.url} and serve a recent version; lower the "
+            f"target, raise outstanding_groups ({self._outstanding}) or the timeout"
         )

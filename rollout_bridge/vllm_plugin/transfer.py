@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout_bridge.files import write_whole
 from rollout_bridge.vllm_plugin.experts import Experts, Stacked, routed_experts, stack
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
 from rollout_bridge.vllm_plugin.units import held_here, units_of, untouched_units, whole_units
@@ -127,9 +127,7 @@ class Staging:
 
     def _report(self, what: str, content: dict[str, Any]) -> None:
         path = self.request.reports / f"{what}-{self._rank}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content))
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content))
 
     def status(self) -> dict[str, Any]:
         """{"version", "state": "staging" | "ready" | "failed", "tensors", "stacked", "seconds", "error"}."""

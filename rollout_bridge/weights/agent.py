@@ -14,12 +14,12 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_bridge.control import STATE_KEY
+from rollout_bridge.control import Ack, read_state
 from rollout_bridge.engines.protocol import EngineError, RolloutEngine
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.threads import finished_in_thread
-from rollout_bridge.weights.manifest import ACKS_PREFIX, BrokenVersion
+from rollout_bridge.weights.manifest import BrokenVersion
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
 from rollout_bridge.weights.pins import active_pins
@@ -85,7 +85,7 @@ class SyncAgent:
         self._engine_suspect = False
 
     async def run(self) -> None:
-        """Serves until the trainer says "finished" and its head is served.
+        """Serves until the run is finished and its head is served.
 
         Raises `AgentError` when trouble outlasts `patience`, `MirrorError` if another agent owns the mirror.
         """
@@ -159,29 +159,29 @@ class SyncAgent:
         return min(ahead, default=0 if latest is None else latest.version)
 
     async def _finished(self, subscriber: Subscriber) -> bool:
-        state = await finished_in_thread(lambda: self.store.read_json(STATE_KEY))
-        if not isinstance(state, dict) or state.get("phase") != "finished":
+        state = await finished_in_thread(lambda: read_state(self.store))
+        if state is None or not state.finished:
             return False
         latest = await finished_in_thread(subscriber.latest)
         return latest is None or latest.version == (subscriber.mirror.version or 0)
 
     async def _acknowledge(self, subscriber: Subscriber) -> None:
         state = subscriber.mirror.state
-        ack = {
-            "agent": self.agent_id,
-            "version": state.ref.version if state else None,
-            "incarnation": state.ref.incarnation if state else None,
-            "time": time.time(),
-            "updates": self.updates,
-            "pause_ms": list(self._pauses),
-            "verified_tensors": self.verified_tensors,
-            "fallbacks": subscriber.fallbacks,
-            "setbacks": subscriber.setbacks,
-            "broken_versions": len(subscriber.broken),
-            "errors": self.errors,
-            "last_error": self.last_error,
-        }
-        await finished_in_thread(lambda: self.store.put_json(f"{ACKS_PREFIX}{self.agent_id}.json", ack))
+        ack = Ack(
+            agent=self.agent_id,
+            version=state.ref.version if state else None,
+            incarnation=state.ref.incarnation if state else None,
+            time=time.time(),
+            updates=self.updates,
+            pause_ms=tuple(self._pauses),
+            verified_tensors=self.verified_tensors,
+            fallbacks=subscriber.fallbacks,
+            setbacks=subscriber.setbacks,
+            broken_versions=len(subscriber.broken),
+            errors=self.errors,
+            last_error=self.last_error,
+        )
+        await finished_in_thread(lambda: self.store.put_json(ack.key, ack.to_json()))
         self._acknowledged = time.monotonic()
 
     async def _failed(self, error: Exception, subscriber: Subscriber) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store, StoreError
+from rollout_bridge.waiting import wait_for
 from rollout_bridge.weights import run
 from rollout_bridge.weights.chain import parse_latest
 from rollout_bridge.weights.manifest import (
@@ -246,28 +247,23 @@ def wait_parts(
 
 def wait_head(store: Store, *, version: int, incarnation: int, timeout: float) -> Latest:
     """The pointer once process 0 has moved it to `version`. Raises `Superseded`, or `StoreError` in time."""
-    deadline = time.monotonic() + timeout
-    while True:
+
+    def look() -> Latest | None:
         current, _ = _read_pointer(store)
         if current.incarnation != incarnation:
             raise Superseded(current, incarnation=incarnation)
-        if current.version == version:
-            return current
-        if time.monotonic() > deadline:
-            raise StoreError(
-                f"store {store.url}: process 0 did not commit version {version} in {timeout:g} s; "
-                "its log says why"
-            )
-        time.sleep(0.05)
+        return current if current.version == version else None
+
+    what = f"process 0 to commit version {version} to {store.url}; its log says why it did not"
+    return wait_for(look, what, timeout=timeout, poll=0.05, error=StoreError)
 
 
 def _wait(
     store: Store, keys: dict[str, int], kind: type[_Message], *, attempt: str, timeout: float
 ) -> list[_Message]:
-    deadline = time.monotonic() + timeout
-    pause = 0.01
     found: dict[str, _Message] = {}
-    while len(found) < len(keys):
+
+    def look() -> list[_Message] | None:
         for key in keys.keys() - found.keys():
             data = store.read(key)
             if data is None:
@@ -278,17 +274,16 @@ def _wait(
                 raise StoreError(f"store {store.url}: {key} is damaged: {str(error)[:300]}") from error
             if message.attempt == attempt:  # others are left over from an attempt that failed
                 found[key] = message
-        if len(found) == len(keys):
-            break
-        if time.monotonic() > deadline:
-            missing = sorted(keys[key] for key in keys.keys() - found.keys())
-            raise StoreError(
-                f"store {store.url}: waited {timeout:g} s for the {kind.__name__.lower()} of attempt "
-                f"{attempt} by process(es) {missing}; look at their logs, then restart the trainer"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-    return [found[key] for key in keys]
+        return [found[key] for key in keys] if len(found) == len(keys) else None
+
+    def missing() -> str:
+        processes = sorted(keys[key] for key in keys.keys() - found.keys())
+        return (
+            f"the {kind.__name__.lower()} of attempt {attempt} by process(es) {processes} in {store.url}; "
+            "look at their logs, then restart the trainer"
+        )
+
+    return wait_for(look, missing, timeout=timeout, poll=0.01, slowest=1.0, error=StoreError)
 
 
 def _read_pointer(store: Store) -> tuple[Latest, bytes]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
+from rollout_bridge.control import ACKS_PREFIX, Ack, readable
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain, run
 from rollout_bridge.weights.manifest import (
-    ACKS_PREFIX,
     QUARANTINE_PREFIX,
     VERSIONS_PREFIX,
     BrokenVersion,
@@ -121,12 +120,4 @@ def _chain_from(
 
 
 def _acknowledged(store: Store) -> list[int]:
-    versions = []
-    for key in store.list(ACKS_PREFIX):
-        ack: Any = store.read_json(key)
-        version = ack.get("version") if isinstance(ack, dict) else None
-        if isinstance(version, int):
-            versions.append(version)
-        elif version is not None or not isinstance(ack, dict):
-            logger.warning("%s%s: no version in it; ignored", store.url, key)
-    return versions
+    return [ack.version for ack in readable(store, Ack, ACKS_PREFIX) if ack.version is not None]

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge.control import ACKS_PREFIX, Ack, readable
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain, run
 from rollout_bridge.weights.blobs import Blobs, Changes
 from rollout_bridge.weights.chain import Link
 from rollout_bridge.weights.manifest import (
-    ACKS_PREFIX,
     QUARANTINE_PREFIX,
     VERSIONS_PREFIX,
     BrokenVersion,
@@ -128,24 +128,17 @@ def kind_of(name: str) -> str:
 
 
 def _agents(store: Store, head: int, now: float) -> list[dict[str, Any]]:
-    agents = []
-    for key in store.list(ACKS_PREFIX):
-        ack: Any = store.read_json(key)
-        if not isinstance(ack, dict):
-            continue
-        version = ack.get("version")
-        pauses = ack.get("pause_ms") or []
-        agents.append(
-            {
-                "agent": key.removeprefix(ACKS_PREFIX).removesuffix(".json"),
-                "version": version,
-                "behind": head - version if isinstance(version, int) else None,
-                "age_seconds": round(now - float(ack.get("time") or 0.0), 1),
-                "pause_ms_median": float(np.median(pauses)) if pauses else None,
-                **{name: ack.get(name) for name in ("updates", "errors", "fallbacks", "last_error")},
-            }
-        )
-    return agents
+    return [
+        {
+            "agent": ack.agent,
+            "version": ack.version,
+            "behind": head - ack.version if ack.version is not None else None,
+            "age_seconds": round(now - ack.time, 1),
+            "pause_ms_median": float(np.median(ack.pause_ms)) if ack.pause_ms else None,
+            **{name: getattr(ack, name) for name in ("updates", "errors", "fallbacks", "last_error")},
+        }
+        for ack in readable(store, Ack, ACKS_PREFIX)
+    ]
 
 
 def _health(store: Store, links: list[Link], head: int, problems: list[str]) -> dict[str, Any]:

@@ -8,15 +8,16 @@ It appears under its final name only when complete and on disk.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
+
+from rollout_bridge.files import whole_file
 
 _MAGIC = b"jaxtrain-journal-2\n"
 _LENGTH = struct.Struct("<Q")
@@ -38,37 +39,28 @@ class Change:
 
 def write(path: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
     """Writes and syncs the journal; a crash before the end leaves `path` absent, an exception nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        _write(temporary, state, changes)
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    with whole_file(path, durable=True) as file:
+        _write(file, state, changes)
 
 
-def _write(temporary: Path, state: dict[str, Any], changes: Iterable[Change]) -> None:
+def _write(file: BinaryIO, state: dict[str, Any], changes: Iterable[Change]) -> None:
     entries = []
     hasher = xxhash.xxh3_128()
-    with open(temporary, "wb") as file:
 
-        def add(content: bytes | memoryview) -> None:
-            hasher.update(content)
-            file.write(content)
+    def add(content: bytes | memoryview) -> None:
+        hasher.update(content)
+        file.write(content)
 
-        add(_MAGIC)
-        for change in changes:
-            width = 4 if change.indices.size == 0 or int(change.indices[-1]) < 2**32 else 8
-            add(np.ascontiguousarray(change.indices, dtype=f"<u{width}").data)
-            add(np.ascontiguousarray(change.values).data)
-            entries.append([change.name, int(change.indices.size), width, change.values.dtype.str])
-        header = json.dumps({"state": state, "entries": entries}).encode()
-        add(header)
-        add(_LENGTH.pack(len(header)))
-        file.write(hasher.digest())
-        file.flush()
-        os.fsync(file.fileno())
+    add(_MAGIC)
+    for change in changes:
+        width = 4 if change.indices.size == 0 or int(change.indices[-1]) < 2**32 else 8
+        add(np.ascontiguousarray(change.indices, dtype=f"<u{width}").data)
+        add(np.ascontiguousarray(change.values).data)
+        entries.append([change.name, int(change.indices.size), width, change.values.dtype.str])
+    header = json.dumps({"state": state, "entries": entries}).encode()
+    add(header)
+    add(_LENGTH.pack(len(header)))
+    file.write(hasher.digest())
 
 
 def read(path: Path) -> tuple[dict[str, Any], Iterator[Change]]:
@@ -90,23 +82,3 @@ def _changes(content: np.ndarray, offset: int, entries: list[Any]) -> Iterator[C
         end = middle + count * np.dtype(dtype).itemsize
         yield Change(name, content[offset:middle].view(f"<u{width}"), content[middle:end].view(dtype))
         offset = end
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames and removals in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes `path` at once or not at all, durably."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)

@@ -18,7 +18,6 @@ from rollout_bridge.weights.canonical import BITS, TensorSpec
 
 LATEST_KEY = "weights/latest"
 VERSIONS_PREFIX = "weights/versions/"
-ACKS_PREFIX = "weights/acks/"
 QUARANTINE_PREFIX = "weights/quarantine/"
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -7,9 +7,6 @@ directory says which version it is in `jaxtrain_version.json`.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout_bridge import names
+from rollout_bridge.files import sync_directory, whole_directory
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, scale_name
 from rollout_bridge.safetensors_files import TensorOutput, write_tensors
-from rollout_bridge.weights.journal import sync_directory
 from rollout_bridge.weights.mirror_view import MirrorView
 
 EngineFormat = Literal["fp8", "bf16"]
@@ -54,9 +51,7 @@ def materialize(
         if read_stamp(target) == stamp:
             return target
         raise ValueError(f"{target}: holds something else than {stamp}; remove it")
-    temporary = directory / f".{target.name}.{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
-    try:
+    with whole_directory(target) as temporary:
         write_tensors(list(_outputs(view, engine_format)), temporary, shard_bytes)
         files = dict(view.run.tokenizer) | {"config.json": json.dumps(_config(view, engine_format), indent=2)}
         for name, text in files.items():
@@ -65,10 +60,6 @@ def materialize(
         for path in temporary.iterdir():
             path.chmod(0o444)
         sync_directory(temporary)
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return target
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_bridge import files
 from rollout_bridge.weights import journal, materialize, mirror_view, parts
 from rollout_bridge.weights.journal import Change
 from rollout_bridge.weights.mirror_view import MirrorError, MirrorState, MirrorView
@@ -102,10 +103,10 @@ class Mirror:
                 "mirror %s: was of run %s, now of %s; emptied", self.directory, held.get("run_id"), run.run_id
             )
         self.reset()
-        journal.replace_file(
-            self.directory / mirror_view.INDEX, json.dumps(mirror_view.index_json(run.tensors)).encode()
+        files.write_whole(
+            self.directory / mirror_view.INDEX, json.dumps(mirror_view.index_json(run.tensors)), durable=True
         )
-        journal.replace_file(path, json.dumps(run.to_json()).encode())
+        files.write_whole(path, json.dumps(run.to_json()), durable=True)
 
     def reset(self) -> None:
         """Forgets the version held. `version.json` goes first, so no half-removed version is ever read."""
@@ -113,7 +114,7 @@ class Mirror:
         for name in (mirror_view.VERSION, _NEW_VERSION, _JOURNAL, _NEW_TENSORS, mirror_view.TENSORS):
             (self.directory / name).unlink(missing_ok=True)
         parts.remove(self.directory)
-        journal.sync_directory(self.directory)
+        files.sync_directory(self.directory)
 
     def replace(self, run: RunInfo, state: MirrorState, fill: Callable[[Path], None]) -> None:
         """Moves to a full version: `fill(file)` writes every tensor to its place (`mirror_view.layout`).
@@ -132,7 +133,7 @@ class Mirror:
         except Exception:
             path.unlink(missing_ok=True)
             raise
-        journal.replace_file(self.directory / _NEW_VERSION, json.dumps(state.to_json()).encode())
+        files.write_whole(self.directory / _NEW_VERSION, json.dumps(state.to_json()), durable=True)
         self._redo_replace()
 
     def apply(self, state: MirrorState, changes: Iterable[Change]) -> None:
@@ -149,7 +150,7 @@ class Mirror:
         _ = self.view
         try:
             listed = [[part.path.name, part.hash] for part in written]
-            journal.sync_directory(self.directory)
+            files.sync_directory(self.directory)
             journal.write(self.directory / _JOURNAL, state.to_json() | {"parts": listed}, ())
         except Exception:
             parts.remove(self.directory)
@@ -188,7 +189,7 @@ class Mirror:
         if new.exists():
             os.replace(new, self.directory / mirror_view.TENSORS)
         os.replace(self.directory / _NEW_VERSION, self.directory / mirror_view.VERSION)
-        journal.sync_directory(self.directory)
+        files.sync_directory(self.directory)
         self._open()
 
     def _redo_journal(self) -> None:
@@ -204,9 +205,9 @@ class Mirror:
         data = self._view.data
         assert isinstance(data, np.memmap)
         data.flush()
-        journal.replace_file(self.directory / mirror_view.VERSION, json.dumps(state).encode())
+        files.write_whole(self.directory / mirror_view.VERSION, json.dumps(state), durable=True)
         (self.directory / _JOURNAL).unlink()
-        journal.sync_directory(self.directory)
+        files.sync_directory(self.directory)
         parts.remove(self.directory)
         self._open()
 

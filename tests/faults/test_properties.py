@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge import names
+from rollout_bridge import files, names
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights import commit, journal
+from rollout_bridge.weights import commit
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.encoder import Patch
 from rollout_bridge.weights.garbage import Retention, collect
@@ -148,21 +148,21 @@ class World(tiny.Mortal):
 def dying_at(call: int):
     """The process dies at the `call`-th file it renames or syncs, from 0."""
     lives = itertools.count(call, -1)
-    originals = journal.replace_file, journal.sync_directory
+    originals = files.write_whole, files.sync_directory
 
     def wrap(original):
-        def dying(*args):
+        def dying(*args, **kwargs):
             if next(lives) == 0:
                 raise tiny.Killed
-            return original(*args)
+            return original(*args, **kwargs)
 
         return dying
 
-    journal.replace_file, journal.sync_directory = map(wrap, originals)
+    files.write_whole, files.sync_directory = map(wrap, originals)
     try:
         yield
     finally:
-        journal.replace_file, journal.sync_directory = originals
+        files.write_whole, files.sync_directory = originals
 
 
 small = st.integers(0, 6)

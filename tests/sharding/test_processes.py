@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,12 +24,16 @@ PROGRAM = Path(__file__).with_name("processes_program.py")
 TRAINING = Path(training_program.__file__)
 
 
-def start(*command: str) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
+def start(*command: str, **variables: str) -> subprocess.Popen:
+    environment = (
+        os.environ
+        | variables
+        | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+        }
+    )
     return subprocess.Popen(
         [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -36,8 +41,13 @@ def start(*command: str) -> subprocess.Popen:
 
 def run_two(program: Path) -> list[dict]:
     """The last line that each of two processes of a program prints, by process id."""
+    outputs = outputs_of_two(lambda address, process: start(str(program), address, process))
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def outputs_of_two(start_one: Callable[[str, str], subprocess.Popen]) -> list[str]:
     with held_port() as port:
-        running = [start(str(program), f"127.0.0.1:{port}", str(process)) for process in (0, 1)]
+        running = [start_one(f"127.0.0.1:{port}", process) for process in "01"]
         try:
             outputs = [process.communicate(timeout=500) for process in running]
         finally:
@@ -45,7 +55,7 @@ def run_two(program: Path) -> list[dict]:
                 process.kill()
     for process, (_, errors) in zip(running, outputs, strict=True):
         assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    return [output for output, _ in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +72,22 @@ def test_two_processes_train_with_fsdp_across_them_as_one_does():
         np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-6)
         for name, value in alone["params"].items():
             np.testing.assert_allclose(found["params"][name], value, atol=1e-6, err_msg=name)
+
+
+def test_the_example_of_the_page_sums_over_both_processes_and_prints_what_the_page_shows():
+    """Four devices each with a row of four ones, then four with rows of twos: 16 + 32."""
+    example = ROOT / "docs/examples/sharding_pod.py"
+
+    def start_one(address: str, process: str) -> subprocess.Popen:
+        joining = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": process}
+        return start(str(example), **joining)
+
+    shown = [
+        next(line for line in output.splitlines() if line.startswith(f"process {process} of 2"))
+        for process, output in enumerate(outputs_of_two(start_one))
+    ]
+    assert shown == ["process 0 of 2: sum 48", "process 1 of 2: sum 48"]
+    assert "\n".join(shown) in (ROOT / "docs/sharding.md").read_text()
 
 
 def test_two_processes_join(two):

@@ -111,6 +111,59 @@ def test_leaves_on_one_side_only_are_named(mesh):
     assert "b: has no logical axes" in str(raised.value)
 
 
+AXES, ARRAYS = {"up": ("embed", "mlp")}, {"up": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("order", "parts"),
+    [
+        (
+            "mesh params axes",
+            ["mesh: found dict {'up': ('embed', 'mlp')}", "logical_axes is a mesh: the order"],
+        ),
+        ("axes mesh params", ["mesh: found dict", "shapes is a mesh: the order"]),
+        (
+            "params axes mesh",
+            [
+                "up: logical_axes: found an array float32[4, 8], expected a tuple of names",
+                "up/0: shapes: found str 'embed', expected an array",
+                "The order is shardings(logical_axes, shapes, mesh)",
+            ],
+        ),
+        ("axes params spec", ["found a MeshSpec, expected a jax.sharding.Mesh; build the mesh first"]),
+        ("names params mesh", ["up: logical_axes: found str 'embed mlp', expected a tuple of names"]),
+    ],
+)
+def test_arguments_in_another_order_are_named_with_what_was_expected(mesh, order, parts):
+    given = {
+        "mesh": mesh,
+        "params": ARRAYS,
+        "axes": AXES,
+        "spec": MeshSpec({"fsdp": 8}),
+        "names": {"up": "embed mlp"},
+    }
+    with pytest.raises(ShardingError) as raised:
+        RULES.shardings(*(given[name] for name in order.split()))
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "message"),
+    [
+        ("embed", (4,), "up: logical_axes: found str 'embed', expected a tuple of names"),
+        ((4, 8), (4, 8), r"up: logical_axes: found tuple \(4, 8\), expected a tuple of names"),
+        (("embed",), ("embed",), r"up: shape: found tuple \('embed',\), expected a tuple of sizes"),
+        (("embed",), 4, "up: shape: found int 4, expected a tuple of sizes"),
+    ],
+)
+def test_a_spec_of_the_wrong_things_says_what_was_expected(mesh, axes, shape, message):
+    with pytest.raises(ShardingError, match=message):
+        RULES.spec(axes, shape, mesh, name="up")
+    with pytest.raises(ShardingError, match=r"mesh: found .*; shape is a mesh: the order is spec\(logical"):
+        RULES.spec(axes, mesh, shape)
+
+
 def test_a_rule_given_twice_is_an_error():
     with pytest.raises(ShardingError, match=r"\['embed'\] have more than one rule"):
         ShardingRules((("embed", "fsdp"), ("embed", None)))

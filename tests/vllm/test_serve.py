@@ -226,7 +226,9 @@ def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) ->
         port=free_port(),
         first_version_timeout=0.3,
     )
-    with pytest.raises(ServeError, match=r"store/: no policy version after 0 s \(weights/latest.*trainer"):
+    with pytest.raises(
+        ServeError, match=r"waited 0.3 s for a policy version in .*store/ \(weights/latest.*trainer"
+    ):
         serve(settings)
 
 

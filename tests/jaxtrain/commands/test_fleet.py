@@ -63,7 +63,7 @@ def test_an_error_of_either_ends_both() -> None:
 
 def test_a_store_without_a_run_is_named_with_the_remedy() -> None:
     store = Store.open("memory://no-run")
-    with pytest.raises(FleetError, match=r"memory://no-run/?: no run.json after 0 s. Start the trainer"):
+    with pytest.raises(FleetError, match=r"waited 0 s for run.json in memory://no-run/?. Start the trainer"):
         asyncio.run(wait_for_run(store, timeout_s=0.0, stop=asyncio.Event()))
 
 

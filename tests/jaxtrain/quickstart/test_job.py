@@ -31,10 +31,12 @@ rows = [
 for version, reward in ((9, 0.75), (2, 0.25)):
     directory = run / f"store/evaluations/at-{version}"
     directory.mkdir(parents=True)
-    result = {"version": version, "prompts": [0, 200], "reward_mean": reward}
+    result = {"id": f"at-{version}", "version": version, "prompts": [0, 200], "count": 200, "failed": 0,
+              "reward_mean": reward, "components": {}, "mean_tokens": 9.0, "worker": "w", "time": 1.0}
     (directory / "result.json").write_text(json.dumps(result))
 (run / "store/control").mkdir()
-(run / "store/control/state.json").write_text(json.dumps({"phase": "finished", "step": 2, "version": 9}))
+state = {"phase": "finished", "step": 2, "rl_step": 2, "version": 9, "time": 103.0}
+(run / "store/control/state.json").write_text(json.dumps(state))
 """
 
 

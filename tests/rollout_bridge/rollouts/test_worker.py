@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollout_bridge.control import RunState
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Health
 from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.rollouts.generation import derive_seed
@@ -135,7 +136,8 @@ def test_it_ends_when_the_trainer_has_finished_and_releases_its_claims(
     grant(store, 2)
     options = replace(SETTINGS, segment_groups=9, flush_seconds=600.0)  # nothing is flushed before the end
     asked = lambda: len(engine.asked) >= 8  # noqa: E731
-    finish = lambda: store.put_json("control/state.json", {"phase": "finished"})  # noqa: E731
+    state = RunState(phase="finished", step=1, rl_step=1, version=1, time=0)
+    finish = lambda: store.put_json(state.key, state.to_json())  # noqa: E731
     report = work(store, engine, environment, tokenizer, asked, options=options, end=finish)
     finished = {row.prompt_index for row in rows(store)}
     assert report.segments == (1 if finished else 0)

@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from rollout_bridge.control import EVALUATIONS_PREFIX
+from rollout_bridge.control import ACKS_PREFIX, EVALUATIONS_PREFIX
 from rollout_bridge.engines.protocol import EngineError, UpdateReport
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
 from rollout_bridge.weights import chain
 from rollout_bridge.weights.agent import AgentError, AgentSettings, SyncAgent
-from rollout_bridge.weights.manifest import ACKS_PREFIX, QUARANTINE_PREFIX
+from rollout_bridge.weights.manifest import QUARANTINE_PREFIX
 from rollout_bridge.weights.mirror import Mirror
 from rollout_bridge.weights.mirror_view import MirrorError
 from tests.rollout_bridge.weights import tiny
@@ -64,7 +64,9 @@ def publish(trainer, number):
 
 
 def finish(store):
-    store.put_json("control/state.json", {"phase": "finished", "step": 0, "version": 0, "time": 0.0})
+    store.put_json(
+        "control/state.json", {"phase": "finished", "step": 0, "rl_step": 0, "version": 0, "time": 0.0}
+    )
 
 
 def run(agent, timeout=300):

@@ -78,8 +78,8 @@ def test_one_process_and_several_write_the_same_bytes(stops, published, workers,
 def moments(monkeypatch, name, count):
     """The owner dies at the `count`th call of what `name` says; the processes it started do not notice."""
     owner, attribute = {
-        "replace_file": (mirror.journal, "replace_file"),
-        "sync_directory": (mirror.journal, "sync_directory"),
+        "write_whole": (mirror.files, "write_whole"),
+        "sync_directory": (mirror.files, "sync_directory"),
         "replace": (mirror.os, "replace"),
         "unlink": (mirror.Path, "unlink"),
         "flush": (mirror.np.memmap, "flush"),
@@ -94,7 +94,7 @@ def moments(monkeypatch, name, count):
     monkeypatch.setattr(owner, attribute, dying)
 
 
-@pytest.mark.parametrize("moment", ["replace_file", "sync_directory", "replace", "unlink", "flush"])
+@pytest.mark.parametrize("moment", ["write_whole", "sync_directory", "replace", "unlink", "flush"])
 def test_an_owner_killed_at_any_moment_of_a_journal_in_parts_is_one_version_again(
     moment, published, workers, tmp_path, monkeypatch
 ):

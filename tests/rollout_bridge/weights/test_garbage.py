@@ -7,7 +7,7 @@ import pytest
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.chain import read_latest, read_manifest
 from rollout_bridge.weights.garbage import Retention, collect
-from rollout_bridge.weights.manifest import ACKS_PREFIX, QUARANTINE_PREFIX, VERSIONS_PREFIX, parse_version_key
+from rollout_bridge.weights.manifest import QUARANTINE_PREFIX, VERSIONS_PREFIX, parse_version_key
 from tests.rollout_bridge.weights import tiny
 
 TREES = [tiny.params()]
@@ -53,8 +53,8 @@ def test_without_readers_the_newest_full_version_and_what_follows_stay(store, tm
 def test_an_acknowledged_version_keeps_the_chain_after_it(store, tmp_path):
     reader = tiny.subscriber(store, tmp_path / "slow")
     reader.advance(5)
-    store.put_json(f"{ACKS_PREFIX}slow.json", {"version": 5})
-    store.put_json(f"{ACKS_PREFIX}new.json", {"version": None})
+    tiny.acknowledge(store, "slow", 5)
+    tiny.acknowledge(store, "new", None)
     assert collect(store, retention=keep(3)).oldest_kept == 6
     assert versions(store) == [6, 7, 8]
     update = reader.advance(6)
@@ -65,7 +65,7 @@ def test_an_acknowledged_version_keeps_the_chain_after_it(store, tmp_path):
 def test_an_agent_past_retention_takes_the_newest_full_version(store, tmp_path):
     reader = tiny.subscriber(store, tmp_path / "asleep")
     reader.advance(2)
-    store.put_json(f"{ACKS_PREFIX}asleep.json", {"version": 2})
+    tiny.acknowledge(store, "asleep", 2)
     assert collect(store, retention=keep(3)).oldest_kept == 7
     update = reader.advance()
     assert update is not None and update.version == 8
@@ -74,7 +74,9 @@ def test_an_agent_past_retention_takes_the_newest_full_version(store, tmp_path):
 
 def test_an_evaluation_still_wanted_keeps_what_leads_to_its_version(store, tmp_path):
     now = time.time()
-    store.put_json("control/evaluations/e.json", {"id": "e", "version": 5, "expires": now + 1})
+    store.put_json(
+        "control/evaluations/e.json", {"id": "e", "version": 5, "prompts": [0, 1], "expires": now + 1}
+    )
     assert collect(store, retention=keep(0), now=now).oldest_kept == 4
     reader = tiny.subscriber(store, tmp_path / "new")
     update = reader.advance(5)
@@ -107,7 +109,7 @@ def test_a_collection_that_died_is_finished_by_the_next(store, tmp_path):
     """Killed after the manifest of 3: an acknowledgement of 1 leads into the gap, and nothing is stuck."""
     (manifest,) = [k for k in store.list(f"{VERSIONS_PREFIX}00000003/") if k.endswith("manifest.json")]
     store.delete(manifest)
-    store.put_json(f"{ACKS_PREFIX}old.json", {"version": 1})
+    tiny.acknowledge(store, "old", 1)
     assert collect(store, retention=keep(100)).oldest_kept == 4
     assert versions(store) == [4, 5, 6, 7, 8]
     reader = tiny.subscriber(store, tmp_path / "new")

@@ -4,7 +4,6 @@ import pytest
 
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.inspection import inspect_weights, kind_of
-from rollout_bridge.weights.manifest import ACKS_PREFIX
 from rollout_bridge.weights.run import RunError
 from tests.rollout_bridge.weights import tiny
 
@@ -22,7 +21,7 @@ def store(tmp_path):
     for number in range(1, 6):
         trainer.publish(tiny.on_device(TREES[number]), step=10 * number).result(300)
     trainer.close()
-    store.put_json(f"{ACKS_PREFIX}a.json", {"version": 3, "time": 90.0, "updates": 3, "pause_ms": [1.0, 3.0]})
+    tiny.acknowledge(store, "a", 3, time=90.0, updates=3, pause_ms=(1.0, 3.0))
     return store
 
 

@@ -174,14 +174,14 @@ def died(reader):
     reader.mirror._lock.close()
 
 
-@pytest.mark.parametrize("moment", ["replace_file", "sync_directory", "replace", "unlink", "flush"])
+@pytest.mark.parametrize("moment", ["write_whole", "sync_directory", "replace", "unlink", "flush"])
 @pytest.mark.parametrize("full", [True, False])
 def test_a_reader_killed_at_any_moment_of_an_update_is_one_version_again(moment, full, tmp_path, monkeypatch):
     store = tiny.open_store(tmp_path.name)
     chains.chain_of(store, 3, full_every=2 if full else 100)  # 3 is full, or a delta
     owner, name = {
-        "replace_file": (mirror.journal, "replace_file"),
-        "sync_directory": (mirror.journal, "sync_directory"),
+        "write_whole": (mirror.files, "write_whole"),
+        "sync_directory": (mirror.files, "sync_directory"),
         "replace": (mirror.os, "replace"),
         "unlink": (mirror.Path, "unlink"),
         "flush": (np.memmap, "flush"),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rollout_bridge import names
+from rollout_bridge.control import Ack
 from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
@@ -115,6 +116,14 @@ def publisher(store: Store, *, full_every: int = 100, **options) -> Publisher:
 
 def subscriber(store: Store, directory: Path, **options) -> Subscriber:
     return Subscriber(store, Mirror(directory), **options)
+
+
+def acknowledge(store: Store, agent: str, version: int | None, **fields) -> None:
+    """What an agent says that serves `version`."""
+    counts = ("updates", "verified_tensors", "fallbacks", "setbacks", "broken_versions", "errors")
+    others = {"incarnation": 1, "time": 0.0, "pause_ms": (), "last_error": ""} | dict.fromkeys(counts, 0)
+    ack = Ack(**others | {"agent": agent, "version": version} | fields)
+    store.put_json(ack.key, ack.to_json())
 
 
 class Killed(BaseException):
