@@ -35,8 +35,6 @@ def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:
             environment={
                 PARENT: str(os.getpid()),
                 GRACE: str(config.processes.stop_timeout_s),
-                # Modules beside the config that was given, which the saved one does not lie beside.
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 # Trainer and embedded engines may share one accelerator: none takes all of it at once.
                 "XLA_PYTHON_CLIENT_PREALLOCATE": os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
                 **(thread_environment(on) if config.processes.pin_cores else {}),
