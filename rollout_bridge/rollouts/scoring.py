@@ -72,8 +72,12 @@ class ScoringPool:
 
     async def start(self) -> None:
         """Starts every process, so that the first scores wait for none. Raises `ScoringError`."""
-        missing = self._processes - len(self._all)
-        self._idle += await asyncio.gather(*(self._begin() for _ in range(missing)))
+        missing = range(self._processes - len(self._all))
+        started = await asyncio.gather(*(self._begin() for _ in missing), return_exceptions=True)
+        self._idle += [process for process in started if isinstance(process, _Process)]
+        for error in started:
+            if isinstance(error, BaseException):
+                raise error
 
     async def score(self, task: Task, answer: Answer) -> Score:
         """What the environment's `score` gives; a failure of any kind is a status."""

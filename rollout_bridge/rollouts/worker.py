@@ -133,10 +133,12 @@ class RolloutWorker:
         evaluation: asyncio.Task[None] | None = None
         keeper = asyncio.create_task(self._keep_leases())
         stopping = asyncio.create_task(stop.wait())
+        getting_ready = asyncio.create_task(self._get_ready())
         busy_at = time.monotonic()
         try:
-            await self._wait_ready(stopping)
-            await self._processes.start()
+            await asyncio.wait({getting_ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if getting_ready.done():
+                getting_ready.result()
             while not stop.is_set() and not await self._finished():
                 if evaluation is None and (request := await evaluator.next()) is not None:
                     evaluation = asyncio.create_task(evaluator.run(request))
@@ -163,31 +165,28 @@ class RolloutWorker:
                         "prompts, or for an evaluation request: is the trainer running on this store?"
                     )
         finally:
-            running = [keeper, stopping, *self._groups, *([evaluation] if evaluation else [])]
+            running = [keeper, stopping, getting_ready, *self._groups, *([evaluation] if evaluation else [])]
             self._collect(raise_errors=False)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await self._processes.close()
-            await self._flush(everything=True)
-            for held in self._held.values():
-                await asyncio.to_thread(self._book.release, held.claim)
+            try:
+                await self._flush(everything=True)
+                for held in self._held.values():
+                    await asyncio.to_thread(self._book.release, held.claim)
+            finally:
+                await self._processes.close()
         return WorkerReport(self.writer_id, self._written_groups, self._written_segments, self._evaluations)
 
-    async def _wait_ready(self, stopping: asyncio.Task[bool]) -> None:
-        """Returns when the engine admits requests, or as soon as the worker is told to stop."""
-        ready = asyncio.create_task(
-            wait_ready(
-                self._engine,
-                timeout=self._settings.engine_timeout_seconds,
-                poll=self._settings.poll_seconds,
-                patient=self._warming_up,
-            )
+    async def _get_ready(self) -> None:
+        """Returns when the scoring processes are there and the engine admits requests."""
+        await self._processes.start()  # the engine gets ready meanwhile
+        await wait_ready(
+            self._engine,
+            timeout=self._settings.engine_timeout_seconds,
+            poll=self._settings.poll_seconds,
+            patient=self._warming_up,
         )
-        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            ready.result()
-        ready.cancel()
 
     async def _warming_up(self) -> bool:
         """Whether the trainer is alive and has nothing to publish yet."""
