@@ -5,15 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail
-from jaxtrain.config.schema import ExperimentConfig
+from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
+from jaxtrain.data.environments import open_environment
 from rollout_bridge.rollouts.environments.base import Environment, EnvironmentConfigError
-from rollout_bridge.rollouts.environments.registry import create
 
 
 def environment_of(config: ExperimentConfig, *, source: Path) -> Environment:
     """The training split. Ends the command, naming `source`, if there is no such environment."""
-    section = config.environment
     try:
-        return create(section.name, section.arguments(seed=config.seed))
+        environment = open_environment(config)
+        if isinstance(config, AsyncGrpoConfig):
+            _check_held_out(config, environment)
     except EnvironmentConfigError as error:
-        fail(f"{source}: environment: {error}", status=WRONG_CONFIG)
+        fail(f"{source}: {error}", status=WRONG_CONFIG)
+    return environment
+
+
+def _check_held_out(config: AsyncGrpoConfig, environment: Environment) -> None:
+    """Raises `EnvironmentConfigError` unless evaluations have enough tasks."""
+    size = environment.held_out.size
+    if config.evaluation.prompts > size:
+        raise EnvironmentConfigError(
+            f"evaluation.prompts: {config.evaluation.prompts} is more than the {size} tasks that environment "
+            f"{config.environment.name!r} holds out; lower it, or hold out more "
+            "(environment.held_out_prompts of reasoning_gym)"
+        )

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.data.environments import environment_spec
 from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment
-from rollout_bridge.rollouts.generation import WorkerSettings
+from rollout_bridge.rollouts.scoring import ScoringPool
+from rollout_bridge.rollouts.settings import WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.serve import ServeSettings
 from rollout_bridge.store import Store
@@ -53,7 +55,7 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
     tokenizer = await asyncio.to_thread(load_tokenizer, run, own / "tokenizer")
     engine = build_engine(config, run)
     settings = worker_settings(config, stop_ids=stop_ids(run.hf_config, tokenizer.eos_token_id))
-    worker = RolloutWorker(store, engine, environment, tokenizer, settings, worker_id)
+    worker = RolloutWorker(store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id)
     try:
         if config.rollouts.engine == "embedded":
             # The engine of this process has no agent but ours; a server's is in `jaxtrain serve`.
@@ -129,7 +131,7 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
         run.plan,
         EngineSettings(
             slots=section.slots,
-            max_prompt=length - section.max_tokens,
+            max_prompt=length - 1,  # a later turn's prompt is the episode so far
             max_length=length,
             kv_policy=kv_policy,
             capture_routed_experts=section.capture_routed_experts,
@@ -161,14 +163,33 @@ def worker_settings(config: AsyncGrpoConfig, *, stop_ids: tuple[int, ...]) -> Wo
         run_seed=config.seed,
         group_size=section.group_size,
         max_tokens=section.max_tokens,
+        max_turns=section.max_turns,
+        max_length=config.batch.sequence_length,
+        episode_seconds=section.episode_timeout_s,
         temperature=section.temperature,
+        task_tries=section.task_tries,
         max_concurrent_groups=-(-section.slots // section.group_size),
         claim_groups=section.segment_groups,
         lease_seconds=section.lease_seconds,
         segment_groups=section.segment_groups,
         flush_seconds=section.flush_seconds,
+        generate_timeout_seconds=section.generate_timeout_s,
+        abort_retries=section.abort_retries,
+        engine_timeout_seconds=section.engine_timeout_s,
+        idle_timeout_seconds=section.idle_timeout_s,
         poll_seconds=POLL_S,
         stop_ids=stop_ids,
+    )
+
+
+def scoring_pool(config: AsyncGrpoConfig) -> ScoringPool:
+    """The processes of a worker that hold copies of the environment."""
+    section = config.rollouts
+    return ScoringPool(
+        environment_spec(config),
+        processes=section.scoring_processes,
+        memory_bytes=section.scoring_memory_mb << 20,
+        timeout_seconds=section.score_timeout_s,
     )
 
 

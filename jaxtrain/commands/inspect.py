@@ -15,6 +15,7 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
     from rich.console import Console
     from rich.table import Column, Table
 
+    from jaxtrain.config.base import Reference
     from jaxtrain.config.errors import dotted, section_of, walk_fields
     from jaxtrain.config.schema import as_plain
 
@@ -32,6 +33,10 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
         for part in path:
             value = value[part]
         if section_of(field) is not None:
+            continue
+        if field.annotation is Reference:  # its options are its own: those given, in the order they were
+            for key in value:
+                table.add_row("", dotted((*path, key)), str(value[key]), field.description or "")
             continue
         default = field.get_default(call_default_factory=True)
         changed = default is not PydanticUndefined and value != default

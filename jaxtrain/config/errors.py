@@ -11,7 +11,7 @@ import annotated_types
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Reference, Section
 from rollout_bridge.errors import ExpectedError
 
 Path = tuple[str | int, ...]
@@ -85,8 +85,6 @@ def _message(
         "less_than_equal",
     }:
         return f"{_shown(value)} is not in {_interval(field)}"
-    if field is not None and typing.get_origin(field.annotation) is dict and len(path) > 1:
-        return f"{_shown(value)} is not a number, text, true, false, or a list of those"
     wanted = WANTED.get(kind)
     if wanted is None:
         return f"{_shown(value)}: {finding['msg']}"
@@ -127,6 +125,9 @@ def _bounds(field: FieldInfo) -> Iterator[Any]:
             yield from getattr(extra, "metadata", [extra])
 
 
+_KEYED = (dict, list, Reference)
+
+
 def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
     """Follow a pydantic location through sections; tags that pydantic adds for unions are left out."""
     path: list[str | int] = []
@@ -139,7 +140,7 @@ def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
                 path.append(part)
                 continue
             # Inside a plain dict or list: one key or index, then only union tags.
-            if field is not None and typing.get_origin(field.annotation) in (dict, list):
+            if field is not None and (typing.get_origin(field.annotation) or field.annotation) in _KEYED:
                 path.append(part)
             break
         path.append(part)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,7 +13,6 @@ from jaxtrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Reference,
-    Scalar,
     Section,
     setting,
 )
@@ -24,37 +22,6 @@ class TokenizerSection(Section):
     path: str | None = setting(
         None, "a Hugging Face tokenizer directory; None builds one from the environment's training prompts"
     )
-
-
-class EnvironmentSection(Section):
-    """Tasks with a verifier. Training and held-out prompts share no question."""
-
-    name: str = setting("reasoning_gym", "registry name of the environment; reasoning-gym needs no download")
-    task: str = setting("spell_backward", "a task that a tiny model learns in minutes")
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict, description="keyword arguments of the task's own config"
-    )
-    train_prompts: PositiveInt = setting(20_000, "more than a short run consumes, so that none repeats")
-    held_out_prompts: PositiveInt = setting(200, "enough for evaluation.prompts by default")
-    system_prompt: str | None = setting(None, "first message of every conversation, when the task needs one")
-    reward: Literal["correct", "exact"] = setting(
-        "correct", "trained on: the verifier's score, partial credit included, or only whether it is full"
-    )
-
-    def arguments(self, *, seed: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Keyword arguments of the environment `name` in rollout_bridge's registry.
-
-        options: instead of the section's own.
-        """
-        return {
-            "dataset": self.task,
-            "options": dict(self.options if options is None else options),
-            "seed": seed,
-            "train_size": self.train_prompts,
-            "held_out_size": self.held_out_prompts,
-            "system_prompt": self.system_prompt or "",
-            "reward": self.reward,
-        }
 
 
 class RolloutSection(Section):
@@ -75,7 +42,41 @@ class RolloutSection(Section):
         "engines send each token's experts and the loss keeps those that are plausible (router replay); off: "
         "a trajectory is many times larger with them, and vLLM sends them from a GPU only",
     )
-    max_tokens: PositiveInt = setting(64, "generated tokens of one completion, end-of-sequence included")
+    max_tokens: PositiveInt = setting(64, "generated tokens of one turn, end-of-sequence included")
+    max_turns: PositiveInt = setting(
+        8, "turns of the policy in one episode; an environment of one turn never has a second"
+    )
+    episode_timeout_s: PositiveFloat = setting(
+        3600.0, "one episode, tools included; past it the trajectory is not trained on", resumable=True
+    )
+    task_tries: PositiveInt = setting(
+        3, "of a task or an episode that fails, before it is recorded as failed", resumable=True
+    )
+    generate_timeout_s: PositiveFloat = setting(
+        1800.0, "one call of the engine; more than the longest turn takes", resumable=True
+    )
+    abort_retries: NonNegativeInt = setting(
+        3, "of a turn that the engine aborted, as update_mode abort does", resumable=True
+    )
+    engine_timeout_s: PositiveFloat = setting(
+        900.0, "an engine may fail or start this long before its worker ends", resumable=True
+    )
+    idle_timeout_s: PositiveFloat = setting(
+        7200.0,
+        "a worker without anything to do ends after this; a trainer may compile for long",
+        resumable=True,
+    )
+    scoring_processes: PositiveInt = setting(
+        2, "processes of a worker that score answers and run tools, each with the environment", resumable=True
+    )
+    scoring_memory_mb: PositiveInt = setting(
+        2048, "memory that scores may allocate in one process, beside the environment", resumable=True
+    )
+    score_timeout_s: PositiveFloat = setting(
+        10.0,
+        "one score or tool call; past it its process is killed and the answer is a timeout",
+        resumable=True,
+    )
     slots: PositiveInt = setting(32, "sequences an engine decodes at once", resumable=True)
     outstanding_groups: PositiveInt = setting(
         32, "credits: groups that may be claimed but not yet trained; bounds the lag", resumable=True

@@ -15,10 +15,18 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import NonNegativeInt, Section, rejection, required, section, setting
+from jaxtrain.config.base import (
+    NonNegativeInt,
+    Reference,
+    Section,
+    named,
+    rejection,
+    required,
+    section,
+    setting,
+)
 from jaxtrain.config.division import known_sizes, undivided
 from jaxtrain.config.fleet import (
-    EnvironmentSection,
     ProcessSection,
     RolloutSection,
     TokenizerSection,
@@ -135,7 +143,9 @@ class SftConfig(ExperimentConfig):
 
     program: ClassVar[str] = "jaxtrain.recipes.sft:run"
 
-    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
+    environment: Annotated[Reference, named("reasoning_gym")] = setting(
+        Reference(name="reasoning_gym"), "tasks, their episodes and rewards", reference="environment"
+    )
     sft: SupervisedSection = required("the supervised phase")
 
     @property
@@ -154,7 +164,9 @@ class AsyncGrpoConfig(ExperimentConfig):
 
     program: ClassVar[str] = "jaxtrain.recipes.async_grpo:run"
 
-    environment: EnvironmentSection = section(EnvironmentSection, "tasks")
+    environment: Annotated[Reference, named("reasoning_gym")] = setting(
+        Reference(name="reasoning_gym"), "tasks, their episodes and rewards", reference="environment"
+    )
     store: str | None = setting(
         None, "file://, gs:// or s3:// URL where trainer and fleet meet; None is the run's own directory"
     )
@@ -179,12 +191,6 @@ class AsyncGrpoConfig(ExperimentConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_stages("warm_start", self.warm_start, self.model)
-        if self.evaluation.prompts > self.environment.held_out_prompts:
-            raise rejection(
-                "evaluation.prompts",
-                f"{self.evaluation.prompts} is more than environment.held_out_prompts "
-                f"{self.environment.held_out_prompts}",
-            )
         if self.trajectories.length_bins > self.batch.sequence_length:
             raise rejection(
                 "trajectories.length_bins",

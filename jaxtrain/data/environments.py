@@ -1,4 +1,4 @@
-"""The environment of a config."""
+"""The environment of a config; imports no jax."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from typing import Any
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
 from jaxtrain.data.tokenizer import PROMPTS
-from rollout_bridge.rollouts.environments import registry
 from rollout_bridge.rollouts.environments.base import Environment
-from rollout_bridge.rollouts.episodes import prompt_ids
+from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
+from rollout_bridge.rollouts.transcript import prompt_ids
 
 
-def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
-    """The training split of the config's environment, with `options` in place of the config's.
+def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpec:
+    """What every process of the run builds its environment from, with `options` in place of the config's.
 
-    Raises `ConfigError` where the recipe has no environment, `EnvironmentConfigError` for options it refuses.
+    Raises `ConfigError` where the recipe has no environment.
     """
     section = getattr(config, "environment", None)
     if section is None:
         raise ConfigError([f"environment: recipe {config.recipe!r} has none; name a source that needs none"])
-    arguments = section.arguments(seed=config.seed) | options
-    return registry.create(section.name, arguments)
+    return EnvironmentSpec(name=section.name, options=section.options | options, seed=config.seed)
+
+
+def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
+    """The training split. Raises `EnvironmentConfigError` for options it refuses."""
+    return environment_spec(config, **options).create()
 
 
 def check_prompts_fit(config: AsyncGrpoConfig, environment: Environment, tokenizer: Any) -> None:

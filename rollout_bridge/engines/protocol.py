@@ -59,6 +59,7 @@ class Request:
     seed: of this request's sampling; the same request at the same version gives the same tokens.
     exact_version: every token must come from this version, else the completion is `ABORT`ed.
     minimum_version: generation starts only at this version or a later one.
+    affinity: requests with the same one share tokens; of several servers, one with their cache serves them.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Request:
     purpose: Purpose = Purpose.TRAIN
     minimum_version: int | None = None
     exact_version: int | None = None
+    affinity: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from rollout_bridge.control import (
     RecordError,
     read,
 )
-from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, Request, RolloutEngine
-from rollout_bridge.rollouts import episodes
+from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
-from rollout_bridge.rollouts.generation import WorkerSettings, generate
-from rollout_bridge.rollouts.rewards import Scorer
+from rollout_bridge.rollouts.episode import Policy, Sampling, play
+from rollout_bridge.rollouts.generation import EngineCaller
+from rollout_bridge.rollouts.scoring import ScoringPool
+from rollout_bridge.rollouts.settings import WorkerSettings
+from rollout_bridge.rollouts.transcript import Limits, Origin, Tokenizer
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.groups import VALID
@@ -36,20 +38,21 @@ class Evaluator:
     def __init__(
         self,
         store: Store,
-        engine: RolloutEngine,
+        caller: EngineCaller,
         environment: Environment,
-        tokenizer: episodes.Tokenizer,
-        scorer: Scorer,
+        tokenizer: Tokenizer,
+        processes: ScoringPool,
         settings: WorkerSettings,
         *,
         worker: str,
         stop_ids: Sequence[int],
     ) -> None:
         self._store = store
-        self._engine = engine
+        self._caller = caller
+        self._engine: RolloutEngine = caller.engine
         self._environment = environment
         self._tokenizer = tokenizer
-        self._scorer = scorer
+        self._processes = processes
         self._settings = settings
         self._worker = worker
         self._stop_ids = tuple(stop_ids)
@@ -98,7 +101,7 @@ class Evaluator:
             start, stop = evaluation.prompts
             if stop > (size := self._environment.size):
                 problem = f"prompts up to {stop} asked for, the environment holds out {size}"
-                await self._finish(evaluation, [], error=f"{problem}; raise held_out_size or ask for fewer")
+                await self._finish(evaluation, [], error=f"{problem}; hold out more or ask for fewer")
                 return
             slots = asyncio.Semaphore(self._settings.max_concurrent_groups * self._settings.group_size)
             rows = await asyncio.gather(
@@ -121,41 +124,40 @@ class Evaluator:
     async def _episode(
         self, evaluation: EvaluationRequest, index: int, slots: asyncio.Semaphore
     ) -> Trajectory | None:
-        """One held-out answer; None if the engine aborted it until the request expired."""
-        async with slots:
-            task = self._environment.task(index)
-            request = Request(
+        """One held-out episode; None if the engine aborted it until the request expired."""
+        settings = self._settings
+
+        def policy(number: int) -> Policy:
+            sampling = Sampling(
                 request_id=f"eval-{evaluation.id}-{index}",
-                prompt_ids=episodes.prompt_ids(self._tokenizer, task),
-                max_tokens=self._settings.max_tokens,
-                temperature=0.0,
-                seed=0,
+                seed=lambda turn, tries: 0,
                 stop_ids=self._stop_ids,
-                purpose=Purpose.EVAL,
                 exact_version=evaluation.version,
-            )
-            [(request, completion)] = await generate(
-                self._engine,
-                [request],
-                settings=self._settings,
-                again=lambda request, _: request,
                 abort_retries=None,
                 deadline=evaluation.expires,
             )
-            if completion.finish_reason is FinishReason.ABORT:
-                return None
-            text = episodes.answer_text(self._tokenizer, completion.token_ids)
-            return episodes.trajectory(
-                task=task,
-                request=request,
-                completion=completion,
-                score=await self._scorer.score(task, text),
+            origin = Origin(
                 prompt_index=index,
                 member=0,
                 engine=self._engine.name,
                 worker=self._worker,
-                created_at=time.time(),
+                temperature=0.0,
+                purpose=Purpose.EVAL,
             )
+            return Policy(self._caller, self._tokenizer, self._processes, sampling, origin)
+
+        async with slots:
+            limits = Limits(
+                tokens=settings.max_length,
+                answer_tokens=settings.max_tokens,
+                turns=settings.max_turns,
+                seconds=float("inf"),
+            )
+            [row, *_] = await play(
+                self._environment, index, [policy], limits, tries=settings.task_tries, created_at=time.time
+            )
+        aborted = row.finish_reason == FinishReason.ABORT
+        return None if aborted and time.time() >= evaluation.expires else row
 
     async def _finish(
         self, evaluation: EvaluationRequest, rows: list[Trajectory], *, error: str = ""

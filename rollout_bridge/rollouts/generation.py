@@ -1,66 +1,45 @@
-"""Asking an engine until it answers: bounded retries around `RolloutEngine.generate`, and the settings of a
-worker.
-"""
+"""Asking an engine until it answers: bounded retries around `RolloutEngine.generate`."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from rollout_bridge.engines.protocol import Completion, EngineError, FinishReason, Request, RolloutEngine
-from rollout_bridge.errors import ExpectedError
-from rollout_bridge.rollouts.episodes import check_completion
+from rollout_bridge.rollouts.settings import WorkerError
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """How a worker samples, and how patient it is. Seconds throughout.
+class NoAnswer(Exception):
+    """The engine answers other requests, but not this one."""
 
-    run_seed: of all sampling seeds of the run. group_size: answers to each prompt (GRPO's G).
-    stop_ids: tokens that end an answer; empty: the tokenizer's end-of-sequence token.
-    max_concurrent_groups: groups generated at once; what fills the engine's batch.
-    claim_groups: prompt indices claimed at a time. lease_seconds: of a claim, renewed at a third of it.
-    segment_groups, flush_seconds: a segment is written at that many groups, or that long after the first of
-        them.
-    score_timeout_seconds: of one verifier call.
-    generate_timeout_seconds: of one call of the engine. abort_retries: of an answer the engine aborted.
-    engine_timeout_seconds: how long an engine may fail or be unready before the worker gives up.
-    idle_timeout_seconds: how long nothing may be there to do. poll_seconds: between looks at the store.
+
+@dataclass(kw_only=True)
+class EngineCaller:
+    """An engine, and how patiently it is asked. Shared by all episodes of a worker.
+
+    timeout_seconds: of one call. patience_seconds: how long an engine may fail. poll_seconds: before the
+    second try; doubled after each. answered_at: monotonic time of the engine's last good answer to anyone.
     """
 
-    run_seed: int
-    group_size: int
-    max_tokens: int
-    temperature: float = 1.0
-    stop_ids: tuple[int, ...] = ()
-    max_concurrent_groups: int = 8
-    claim_groups: int = 8
-    lease_seconds: float = 120.0
-    segment_groups: int = 8
-    flush_seconds: float = 30.0
-    score_timeout_seconds: float = 10.0
-    generate_timeout_seconds: float = 1800.0
-    abort_retries: int = 3
-    engine_timeout_seconds: float = 900.0
-    idle_timeout_seconds: float = 7200.0
-    poll_seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        at_least_one = ("group_size", "max_tokens", "max_concurrent_groups", "claim_groups", "segment_groups")
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollouts.{name}: {getattr(self, name)} must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"rollouts.temperature: {self.temperature} is negative; 0 is greedy")
+    engine: RolloutEngine
+    timeout_seconds: float
+    patience_seconds: float
+    poll_seconds: float
+    answered_at: float = float("-inf")
 
 
-class WorkerError(ExpectedError):
-    """A worker cannot go on; the message names what it waited for and the remedy."""
+def derive_seed(run_seed: int, prompt_index: int, member: int, attempt: int, turn: int = 0) -> int:
+    """A sampling seed in [0, 2^31), a hash of its origins."""
+    text = f"{run_seed}/{prompt_index}/{member}/{attempt}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 async def wait_ready(
@@ -91,49 +70,83 @@ async def wait_ready(
 
 
 async def generate(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
+    caller: EngineCaller,
+    request: Request,
     *,
-    settings: WorkerSettings,
-    again: Callable[[Request, int], Request],
+    seed: Callable[[int], int],
     abort_retries: int | None,
     deadline: float,
-) -> list[tuple[Request, Completion]]:
-    """A checked completion of every request, with the request that led to it.
+) -> tuple[Request, Completion]:
+    """A checked completion of the request, with the request that led to it.
 
-    again: the request to ask after `n` tries. abort_retries: of aborted answers, None for no limit but the
-        deadline
-    (unix seconds, of aborts); past either, the aborted answer is returned.
-    Raises `WorkerError` when the engine kept failing for `settings.engine_timeout_seconds`.
+    seed: of the n-th try. abort_retries: of aborted answers, None for no limit but the deadline (unix
+    seconds, of aborts); past either, the aborted answer is returned.
+
+    Raises `WorkerError` when the engine has failed for the caller's patience, and `NoAnswer` when it has
+    failed this request so long, but answered others meanwhile.
     """
-    answers: dict[int, tuple[Request, Completion]] = {}
-    asked = dict(enumerate(requests))
+    engine = caller.engine
     tries, aborts, failing_since = 0, 0, None
-    while asked:
+    while True:
+        asked = replace(request, seed=seed(tries))
         try:
-            async with asyncio.timeout(settings.generate_timeout_seconds):
-                completions = await engine.generate(list(asked.values()))
-            for request, completion in zip(asked.values(), completions, strict=True):
-                check_completion(completion, request, engine=engine.name)
+            async with asyncio.timeout(caller.timeout_seconds):
+                [completion] = await engine.generate([asked])
+            check_completion(completion, asked, engine=engine.name)
         except (EngineError, TimeoutError, ValueError) as error:
-            failing_since = time.monotonic() if failing_since is None else failing_since
-            logger.warning("engine %s failed (try %d): %s", engine.name, tries, error or type(error).__name__)
-            if time.monotonic() - failing_since >= settings.engine_timeout_seconds:
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
+            problem = str(error) or f"no answer in {caller.timeout_seconds:g} s"
+            logger.warning("engine %s failed (try %d): %s", engine.name, tries, problem)
+            if now - failing_since >= caller.patience_seconds:
+                if caller.answered_at > failing_since:
+                    raise NoAnswer(f"engine {engine.name} answers others: {problem}") from error
                 raise WorkerError(
-                    f"engine {engine.name} failed for {settings.engine_timeout_seconds:g} s, last "
-                    f"with: {error!r}. "
+                    f"engine {engine.name} failed for {caller.patience_seconds:g} s, last with: {problem}. "
                     "Restart the engine, then this worker; its claims pass on meanwhile"
                 ) from error
         else:
-            failing_since = None
-            for (position, request), completion in zip(asked.items(), completions, strict=True):
-                answers[position] = (request, completion)
-            asked = {i: answers[i][0] for i in asked if answers[i][1].finish_reason is FinishReason.ABORT}
-            aborts += 1
-            if (abort_retries is not None and aborts > abort_retries) or time.time() >= deadline:
-                break
+            caller.answered_at, failing_since = time.monotonic(), None
+            aborts += completion.finish_reason is FinishReason.ABORT
+            exhausted = abort_retries is not None and aborts > abort_retries
+            if completion.finish_reason is not FinishReason.ABORT or exhausted or time.time() >= deadline:
+                return asked, completion
         tries += 1
-        asked = {i: again(requests[i], tries) for i in asked}
-        if asked:
-            await asyncio.sleep(min(settings.poll_seconds * 2 ** min(tries - 1, 5), 30.0))
-    return [answers[position] for position in range(len(requests))]
+        await asyncio.sleep(min(caller.poll_seconds * 2 ** min(tries - 1, 5), 30.0))
+
+
+def check_completion(completion: Completion, request: Request, *, engine: str) -> None:
+    """Raises `EngineError` unless the completion keeps the contract of `RolloutEngine` for this request."""
+    tokens = len(completion.token_ids)
+
+    def expect(condition: bool | np.bool_, message: str) -> None:
+        if not condition:
+            raise EngineError(f"{engine}: completion of {request.request_id} breaks the contract: {message}")
+
+    expect(completion.request_id == request.request_id, f"it is the one of {completion.request_id}")
+    expect(tokens <= request.max_tokens, f"{tokens} tokens, more than max_tokens {request.max_tokens}")
+    expect(tokens > 0 or completion.finish_reason is FinishReason.ABORT, "no tokens, and it was not aborted")
+    expect(completion.logprobs.shape == (tokens,), f"log-probs have shape {completion.logprobs.shape}")
+    expect(np.isfinite(completion.logprobs).all(), "a log-prob is not finite")
+    edges = [span.start for span in completion.spans] + [tokens]
+    expect(
+        edges[0] == 0 and all(span.end == end for span, end in zip(completion.spans, edges[1:], strict=True)),
+        f"version spans {completion.spans} do not cover {tokens} tokens",
+    )
+    expect(
+        all(span.version >= 0 for span in completion.spans),
+        f"spans {completion.spans} have a negative version",
+    )
+    if request.exact_version is not None and completion.finish_reason is not FinishReason.ABORT:
+        versions = {span.version for span in completion.spans}
+        expect(
+            versions == {request.exact_version},
+            f"versions {versions}, asked for {request.exact_version} exactly",
+        )
+    experts = completion.routed_experts
+    if experts is not None:
+        rows = len(request.prompt_ids) + tokens
+        expect(
+            experts.ndim == 3 and experts.shape[0] == rows,
+            f"routed experts {experts.shape}, expected [{rows}, L, k]",
+        )

@@ -1,17 +1,15 @@
-"""Helpers for scoring: reading an answer out of a text, and running verifiers that may hang."""
+"""Helpers for rewards: reading an answer out of a text, and a reward function by reference."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from rollout_bridge.errors import ExpectedError
-from rollout_bridge.rollouts.environments.base import Environment, Score, Task
-from rollout_bridge.trajectories.schema import Status
+from rollout_bridge.references import known, resolve
+from rollout_bridge.rollouts.environments.base import Answer, Task
 
-logger = logging.getLogger(__name__)
+GROUP = "jaxtrain.rewards"
+Reward = Callable[[Task, Answer], float | Mapping[str, float]]
 
 
 def tagged_answer(text: str, tag: str) -> str | None:
@@ -21,80 +19,18 @@ def tagged_answer(text: str, tag: str) -> str | None:
     return answer.strip() if opened and closed else None
 
 
-class ScoringError(ExpectedError):
-    """Verifiers hang faster than threads can be abandoned."""
+def registered() -> list[str]:
+    """Reward functions that installed packages register."""
+    return sorted(known(group=GROUP, builtin={}))
 
 
-class Scorer:
-    """Scores in daemon threads, with a time limit: a verifier that hangs costs one thread, never the worker.
+def reward_function(reference: str) -> Reward:
+    """The function that an environment's `reward` option names, `module:function` or an entry point.
 
-    timeout_seconds: of one score; past it the status is `TIMEOUT`.
-    concurrency: scores running at once (Python threads: more helps only verifiers that wait).
-    max_abandoned: threads left behind in hung verifiers at which `score` raises `ScoringError`.
+    It takes a task and an answer, and returns a number, or components by name whose sum is the reward.
+    Raises `UnknownReference`, and `ValueError` for something that cannot be called.
     """
-
-    def __init__(
-        self,
-        environment: Environment,
-        *,
-        timeout_seconds: float,
-        concurrency: int = 8,
-        max_abandoned: int = 64,
-    ) -> None:
-        self._environment = environment
-        self._timeout = timeout_seconds
-        self._slots = asyncio.Semaphore(concurrency)
-        self._max_abandoned = max_abandoned
-        self._abandoned: list[threading.Thread] = []
-
-    async def score(self, task: Task, text: str) -> Score:
-        async with self._slots:
-            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-            if len(self._abandoned) >= self._max_abandoned:
-                raise ScoringError(
-                    f"{task.name}: {len(self._abandoned)} verifier calls hang past their "
-                    f"{self._timeout} s limit; "
-                    "fix the environment or raise the scoring timeout, then restart the worker"
-                )
-            return await self._run(task, text)
-
-    async def _run(self, task: Task, text: str) -> Score:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Score] = loop.create_future()
-
-        def deliver(score: Score) -> None:
-            if not future.done():
-                future.set_result(score)
-
-        def work() -> None:
-            try:
-                score = self._environment.score(task, text)
-            except Exception as error:  # a verifier bug is the environment's failure, reported in the row
-                logger.warning(
-                    "%s: scoring task %d raised %s: %s", task.name, task.index, type(error).__name__, error
-                )
-                score = Score(
-                    components={},
-                    total=0.0,
-                    status=Status.ENVIRONMENT_FAILURE,
-                    detail=f"{type(error).__name__}: {error}",
-                )
-            with contextlib.suppress(RuntimeError):  # the loop closed while this verifier hung: nobody waits
-                loop.call_soon_threadsafe(deliver, score)
-
-        thread = threading.Thread(target=work, name=f"score-{task.index}", daemon=True)
-        thread.start()
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await future
-        except TimeoutError:
-            if future.done() and not future.cancelled():  # it was in time, the loop was not
-                return future.result()
-            self._abandoned.append(thread)
-            logger.warning("%s: scoring task %d took over %s s", task.name, task.index, self._timeout)
-            return Score(
-                components={},
-                total=0.0,
-                status=Status.TIMEOUT,
-                detail=f"verifier took over {self._timeout} s",
-            )
+    found: Any = resolve(reference, group=GROUP, builtin={}, kind="reward")
+    if not callable(found):
+        raise ValueError(f"reward: {reference!r} is {found!r}, expected a function of a task and an answer")
+    return cast(Reward, found)

@@ -14,16 +14,18 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from rollout_bridge.control import CREDITS_KEY, WARM_START, read_state
-from rollout_bridge.engines.protocol import Purpose, Request, RolloutEngine
-from rollout_bridge.rollouts import episodes
+from rollout_bridge.engines.protocol import Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge.rollouts.episode import Policy, Sampling, play
 from rollout_bridge.rollouts.evaluation import Evaluator
-from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings, generate, wait_ready
-from rollout_bridge.rollouts.rewards import Scorer
+from rollout_bridge.rollouts.generation import EngineCaller, derive_seed, wait_ready
+from rollout_bridge.rollouts.scoring import ScoringPool
+from rollout_bridge.rollouts.settings import WorkerError, WorkerSettings
+from rollout_bridge.rollouts.transcript import Limits, Origin, Tokenizer
 from rollout_bridge.store import Store
 from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.trajectories.claims import Claim, ClaimBook
@@ -55,6 +57,7 @@ class WorkerReport:
 class RolloutWorker:
     """Runs until the trainer says finished, `stop` is set, or SIGTERM.
 
+    processes: hold a copy of the environment each; started and closed by `run`.
     worker_id: a name for people; its writer id is that and a random suffix, new at each start.
     stop_ids: taken from the tokenizer if the settings name none.
     clock: unix seconds, for leases.
@@ -65,7 +68,8 @@ class RolloutWorker:
         store: Store,
         engine: RolloutEngine,
         environment: Environment,
-        tokenizer: episodes.Tokenizer,
+        tokenizer: Tokenizer,
+        processes: ScoringPool,
         settings: WorkerSettings,
         worker_id: str,
         *,
@@ -75,6 +79,13 @@ class RolloutWorker:
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
+        self._processes = processes
+        self._caller = EngineCaller(
+            engine=engine,
+            timeout_seconds=settings.generate_timeout_seconds,
+            patience_seconds=settings.engine_timeout_seconds,
+            poll_seconds=settings.poll_seconds,
+        )
         self._settings = settings
         self._clock = clock
         self.writer_id = f"{worker_id}-{uuid.uuid4().hex[:8]}"
@@ -110,13 +121,12 @@ class RolloutWorker:
         """
         stop = stop if stop is not None else _stop_on_signals()
         settings = self._settings
-        scorer = Scorer(self._environment, timeout_seconds=settings.score_timeout_seconds)
         evaluator = Evaluator(
             self._store,
-            self._engine,
+            self._caller,
             self._environment.held_out,
             self._tokenizer,
-            Scorer(self._environment.held_out, timeout_seconds=settings.score_timeout_seconds),
+            self._processes,
             settings,
             worker=self.writer_id,
             stop_ids=self._stop_ids,
@@ -124,14 +134,17 @@ class RolloutWorker:
         evaluation: asyncio.Task[None] | None = None
         keeper = asyncio.create_task(self._keep_leases())
         stopping = asyncio.create_task(stop.wait())
+        getting_ready = asyncio.create_task(self._get_ready())
         busy_at = time.monotonic()
         try:
-            await self._wait_ready(stopping)
+            await asyncio.wait({getting_ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if getting_ready.done():
+                getting_ready.result()
             while not stop.is_set() and not await self._finished():
                 if evaluation is None and (request := await evaluator.next()) is not None:
                     evaluation = asyncio.create_task(evaluator.run(request))
                 if evaluation is None:
-                    await self._start_groups(scorer)
+                    await self._start_groups()
                 waiting = {keeper, stopping, *self._groups, *([evaluation] if evaluation else [])}
                 await asyncio.wait(
                     waiting, timeout=settings.poll_seconds, return_when=asyncio.FIRST_COMPLETED
@@ -153,30 +166,28 @@ class RolloutWorker:
                         "prompts, or for an evaluation request: is the trainer running on this store?"
                     )
         finally:
-            running = [keeper, stopping, *self._groups, *([evaluation] if evaluation else [])]
+            running = [keeper, stopping, getting_ready, *self._groups, *([evaluation] if evaluation else [])]
             self._collect(raise_errors=False)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await self._flush(everything=True)
-            for held in self._held.values():
-                await asyncio.to_thread(self._book.release, held.claim)
+            try:
+                await self._flush(everything=True)
+                for held in self._held.values():
+                    await asyncio.to_thread(self._book.release, held.claim)
+            finally:
+                await self._processes.close()
         return WorkerReport(self.writer_id, self._written_groups, self._written_segments, self._evaluations)
 
-    async def _wait_ready(self, stopping: asyncio.Task[bool]) -> None:
-        """Returns when the engine admits requests, or as soon as the worker is told to stop."""
-        ready = asyncio.create_task(
-            wait_ready(
-                self._engine,
-                timeout=self._settings.engine_timeout_seconds,
-                poll=self._settings.poll_seconds,
-                patient=self._warming_up,
-            )
+    async def _get_ready(self) -> None:
+        """Returns when the scoring processes are there and the engine admits requests."""
+        await self._processes.start()  # the engine gets ready meanwhile
+        await wait_ready(
+            self._engine,
+            timeout=self._settings.engine_timeout_seconds,
+            poll=self._settings.poll_seconds,
+            patient=self._warming_up,
         )
-        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            ready.result()
-        ready.cancel()
 
     async def _warming_up(self) -> bool:
         """Whether the trainer is alive and has nothing to publish yet."""
@@ -189,7 +200,7 @@ class RolloutWorker:
         state = await asyncio.to_thread(read_state, self._store)
         return state is not None and state.finished
 
-    async def _start_groups(self, scorer: Scorer) -> None:
+    async def _start_groups(self) -> None:
         """Keeps `max_concurrent_groups` in flight, claiming more prompts when those held run out."""
         while len(self._groups) < self._settings.max_concurrent_groups:
             held = next((held for held in self._held.values() if held.todo), None)
@@ -201,56 +212,53 @@ class RolloutWorker:
                 held = self._held[claim.start] = _Held(claim, deque(indices))
             index = held.todo.popleft()
             held.open.add(index)
-            task = asyncio.create_task(self._group(index, held.claim.attempt, scorer))
+            task = asyncio.create_task(self._group(index, held.claim.attempt))
             self._groups[task] = (held.claim.start, index)
 
-    async def _group(self, index: int, attempt: int, scorer: Scorer) -> list[Trajectory]:
-        """All answers to prompt `index`, scored."""
+    async def _group(self, index: int, attempt: int) -> list[Trajectory]:
+        """A group of episodes of prompt `index`."""
         settings = self._settings
-        task = self._environment.task(index % self._environment.size)
-        ids = episodes.prompt_ids(self._tokenizer, task)
-
-        def request(member: int, tries: int) -> Request:
-            # Attempts of claims and tries of requests never share a seed: tries are far below 2^16.
-            seed = episodes.derive_seed(settings.run_seed, index, member, (attempt << 16) + tries)
-            return Request(
-                request_id=f"{self.writer_id}-{index}-{member}",
-                prompt_ids=ids,
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                seed=seed,
-                stop_ids=self._stop_ids,
-                purpose=Purpose.TRAIN,
-            )
-
-        def again(asked: Request, tries: int) -> Request:
-            return replace(asked, seed=request(int(asked.request_id.rpartition("-")[2]), tries).seed)
-
-        answers = await generate(
-            self._engine,
-            [request(member, 0) for member in range(settings.group_size)],
-            settings=settings,
-            again=again,
-            abort_retries=settings.abort_retries,
-            deadline=float("inf"),
+        limits = Limits(
+            tokens=settings.max_length,
+            answer_tokens=settings.max_tokens,
+            turns=settings.max_turns,
+            seconds=settings.episode_seconds,
         )
-        texts = [episodes.answer_text(self._tokenizer, completion.token_ids) for _, completion in answers]
-        scores = await asyncio.gather(*(scorer.score(task, text) for text in texts))
-        created_at = self._clock()
-        return [
-            episodes.trajectory(
-                task=task,
-                request=asked,
-                completion=completion,
-                score=score,
-                prompt_index=index,
-                member=member,
-                engine=self._engine.name,
-                worker=self.writer_id,
-                created_at=created_at,
+        return await play(
+            self._environment,
+            index % self._environment.size,
+            [partial(self._policy, index, attempt, member) for member in range(settings.group_size)],
+            limits,
+            tries=settings.task_tries,
+            created_at=self._clock,
+        )
+
+    def _policy(self, index: int, attempt: int, member: int, number: int) -> Policy:
+        """The policy for the n-th try of an episode."""
+        settings = self._settings
+
+        def seed(turn: int, tries: int) -> int:
+            # Attempts of claims, tries of episodes and tries of requests never share a seed: an episode is
+            # tried far fewer than 2^6 times, a request far fewer than 2^10.
+            return derive_seed(
+                settings.run_seed, index, member, (attempt << 16) + (number << 10) + tries, turn
             )
-            for member, ((asked, completion), score) in enumerate(zip(answers, scores, strict=True))
-        ]
+
+        sampling = Sampling(
+            request_id=f"{self.writer_id}-{index}-{member}",
+            seed=seed,
+            stop_ids=self._stop_ids,
+            abort_retries=settings.abort_retries,
+        )
+        origin = Origin(
+            prompt_index=index,
+            member=member,
+            engine=self._engine.name,
+            worker=self.writer_id,
+            temperature=settings.temperature,
+            purpose=Purpose.TRAIN,
+        )
+        return Policy(self._caller, self._tokenizer, self._processes, sampling, origin)
 
     def _collect(self, *, raise_errors: bool = True) -> None:
         """Moves finished groups to the buffer. Errors of groups end the worker."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
-from rollout_bridge.trajectories.schema import Status, Trajectory
+from rollout_bridge.trajectories.schema import Status, Trajectory, group_id
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,6 @@ class LogReader:
 
 def _claimed_groups(data: bytes) -> list[str]:
     try:
-        return [segment.group_id(prompt) for prompt in segment.finished_prompts(data)]
+        return [group_id(prompt) for prompt in segment.finished_prompts(data)]
     except segment.SegmentError:
         return []  # not even the footer can be read

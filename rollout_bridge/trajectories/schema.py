@@ -29,6 +29,10 @@ class TurnKind(enum.StrEnum):
     TOOL = "tool"
 
 
+def group_id(prompt_index: int) -> str:
+    return f"{prompt_index:08d}"
+
+
 @dataclass(frozen=True)
 class Turn:
     """Tokens [start, end) of the trajectory and who wrote them."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.trajectories.schema import SCHEMA_VERSION, Status, Trajectory, Turn, TurnKind
+from rollout_bridge.trajectories.schema import SCHEMA_VERSION, Status, Trajectory, Turn, TurnKind, group_id
 
 FORMAT = b"rollout_bridge.trajectories"
 # Limits of what a reader decodes; the segments of a worker are far below.
@@ -69,10 +69,6 @@ _AS_THEY_ARE = [
 
 class SegmentError(ExpectedError, ValueError):
     """These bytes are not a good segment; the message says what was found and what was expected."""
-
-
-def group_id(prompt_index: int) -> str:
-    return f"{prompt_index:08d}"
 
 
 def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) -> bytes:

@@ -174,7 +174,7 @@ class Asked:
         return []
 
 
-def requests(count: int, minimum: int | None = None) -> list[Request]:
+def requests(count: int, minimum: int | None = None, affinity: str = "") -> list[Request]:
     return [
         Request(
             request_id="r",
@@ -184,6 +184,7 @@ def requests(count: int, minimum: int | None = None) -> list[Request]:
             seed=0,
             stop_ids=(),
             minimum_version=minimum,
+            affinity=affinity,
         )
     ] * count
 
@@ -206,5 +207,28 @@ def test_a_pool_asks_the_least_busy_server_that_serves_and_is_new_enough() -> No
             await nobody.generate(requests(1))
         with pytest.raises(EngineError, match="a pool only asks"):
             await pool.update(update(7))
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_affinity_go_to_one_server_while_it_serves_as_well_as_any() -> None:
+    async def run() -> None:
+        engines: list[Any] = [Asked(6), Asked(6)]
+        pool = VllmPool(engines)
+        calls = []
+
+        async def ask(affinity: str) -> list[int]:
+            calls.append(asyncio.create_task(pool.generate(requests(1, affinity=affinity))))
+            await settle()
+            return [engine.asked for engine in engines]
+
+        assert await ask("a") == [1, 0]
+        assert await ask("b") == [1, 1], "the least busy one for a new affinity"
+        assert [await ask("a"), await ask("a")] == [[2, 1], [3, 1]]
+        engines[0].found = Health(ready=False, version=6, reason="paused")
+        assert await ask("a") == [3, 2], "the one that is not paused, though its cache is empty"
+        for engine in engines:
+            engine.answer.set()
+        await asyncio.gather(*calls)
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.data.packing import Document
 from jaxtrain.data.sources.base import SourceTools
 from rollout_bridge.rollouts.environments.base import Environment
-from rollout_bridge.rollouts.episodes import prompt_ids
+from rollout_bridge.rollouts.transcript import prompt_ids
 
 
 @dataclass(frozen=True, kw_only=True)

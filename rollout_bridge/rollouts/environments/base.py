@@ -1,12 +1,17 @@
-"""What a rollout worker needs of an environment: tasks by index, and a score for the text that came back."""
+"""What an environment is: tasks by index, the loop of an episode, and scores for what the policy wrote."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.trajectories.schema import Status
+from rollout_bridge.trajectories.schema import Status, Trajectory
+
+if TYPE_CHECKING:
+    from rollout_bridge.rollouts.episode import Limits, Policy
 
 
 class EnvironmentConfigError(ExpectedError, ValueError):
@@ -21,7 +26,8 @@ class Task:
 
     index: its index in the split; name: what the trajectory's `task` column says.
     messages: chat messages ({"role", "content"}) for the tokenizer's template.
-    data: whatever the environment needs to score an answer; never shown to the policy.
+    data: whatever the environment needs to score an answer; never shown to the policy. It is pickled to reach
+        a scoring process.
     """
 
     index: int
@@ -31,10 +37,24 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the policy wrote in one episode.
+
+    text: its last turn, without special tokens; turns: the text of every turn of the policy.
+    ended: the last turn ends with a stop token; False where it was cut off. tokens: generated in all turns.
+    """
+
+    text: str
+    turns: tuple[str, ...]
+    ended: bool
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Score:
     """What an answer was worth.
 
-    components: reward components by name; total: the reward trained on, in [0, 1].
+    components: reward components by name; total: the reward trained on.
     status: `OK`, or why there is no reward (then total is 0); `MALFORMED` is the policy's fault and is
         trained on.
     detail: what went wrong, for the trajectory's metadata.
@@ -47,7 +67,13 @@ class Score:
 
 
 class Environment(Protocol):
-    """Tasks of one split. Pure: the same index is the same task in every process of the run."""
+    """Tasks of one split. Pure: the same index is the same task in every process of the run.
+
+    An environment is built as `Name(options, seed=seed)`. `Name.Options` is a dataclass (see
+    `rollout_bridge.options`); without it there are no options. The object of a worker runs episodes. Copies
+    in processes that can be killed run `score`, and every method an episode calls with `policy.call`; they
+    are built from the same options, and are the training split for held-out tasks too.
+    """
 
     @property
     def size(self) -> int:
@@ -63,6 +89,45 @@ class Environment(Protocol):
         """The task at `index`. Raises `IndexError` outside [0, size)."""
         ...
 
-    def score(self, task: Task, text: str) -> Score:
-        """The score of `text`. Called from threads. What fails here is a status, not an exception."""
+    async def episode(self, task: Task, policy: Policy, limits: Limits) -> list[Trajectory]:
+        """One episode of `task`, as trajectories. For a single turn: `episode =
+        staticmethod(single_turn)`.
+        """
         ...
+
+    def score(self, task: Task, answer: Answer) -> Score | float | Mapping[str, float]:
+        """The reward of an answer: a number, components by name whose sum it is, or a `Score`.
+
+        What it raises is recorded as an environment failure.
+        """
+        ...
+
+
+def as_score(value: Any) -> Score:
+    """The score that a reward function's result means. A result that means none is an environment failure."""
+    if isinstance(value, Score):
+        score = value
+    elif isinstance(value, Mapping):
+        score = Score(
+            components=dict(value), total=math.fsum(value.values()) if _numbers(value) else math.nan
+        )
+    else:
+        score = Score(components={"reward": value}, total=value)
+    if _numbers({**score.components, "total": score.total}):
+        components = {str(name): float(part) for name, part in score.components.items()}
+        return Score(
+            components=components, total=float(score.total), status=score.status, detail=score.detail
+        )
+    return failure(f"the reward is {value!r:.200}, expected finite numbers")
+
+
+def failure(detail: str, status: Status = Status.ENVIRONMENT_FAILURE) -> Score:
+    """The score of an answer that could not be judged."""
+    return Score(components={}, total=0.0, status=status, detail=detail)
+
+
+def _numbers(values: Mapping[str, Any]) -> bool:
+    try:
+        return all(math.isfinite(value) for value in values.values())
+    except TypeError:
+        return False

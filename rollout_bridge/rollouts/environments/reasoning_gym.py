@@ -8,18 +8,24 @@ ever in both splits.
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rollout_bridge.rollouts.environments.base import EnvironmentConfigError, Score, Task
-from rollout_bridge.rollouts.rewards import tagged_answer
+from rollout_bridge.rollouts.environments.base import (
+    Answer,
+    EnvironmentConfigError,
+    Score,
+    Task,
+    as_score,
+    failure,
+)
+from rollout_bridge.rollouts.episode import single_turn
+from rollout_bridge.rollouts.rewards import registered, reward_function, tagged_answer
 from rollout_bridge.trajectories.schema import Status
-
-logger = logging.getLogger(__name__)
 
 # Draws before a training question counts as unobtainable: where half of all draws collide, one task in 2^64
 # fails.
@@ -29,50 +35,59 @@ HELD_OUT_DRAWS = 8
 REWARDS = ("correct", "exact")
 
 
-class ReasoningGym:
-    """Training split; `held_out` is the other one.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """task, options: name and configuration of a reasoning-gym dataset.
 
-    dataset, options: name and configuration of a reasoning-gym dataset; seed: of all its questions.
-    train_size, held_out_size: number of tasks in each split. Questions of the held-out split are distinct. A
-        few datasets (acre, for one) make all their questions when built: keep train_size small for those.
-    system_prompt: put before every question if not empty.
-    answer_tag: if not empty, only the text between the last <tag> and </tag> is scored; an answer without
-        them is `MALFORMED` with reward 0.
-    reward: which component is trained on: "correct" (the dataset's own score, often with partial credit) or
-        "exact" (1 iff that score is 1).
-
-    Raises `EnvironmentConfigError`.
+    train_prompts, held_out_prompts: tasks in each split; more than a short run consumes, so that none
+        repeats. A few datasets (acre, for one) make all their questions when built: keep train_prompts small
+        for those.
+    system_prompt: first message of every conversation, if there is one.
+    answer_tag: only the text between the last <tag> and </tag> is scored; an answer without them is
+        `MALFORMED` with reward 0. None scores the whole answer.
+    reward: trained on: "correct" (the dataset's own score, often with partial credit), "exact" (1 iff that is
+        1), or a function of (task, answer) as module:function.
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: str,
-        options: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        train_size: int = 100_000,
-        held_out_size: int = 256,
-        system_prompt: str = "",
-        answer_tag: str = "",
-        reward: str = "correct",
-    ) -> None:
-        if reward not in REWARDS:
-            raise EnvironmentConfigError(
-                f"reasoning_gym: reward {reward!r} is not one of {', '.join(REWARDS)}"
-            )
-        if train_size < 1 or held_out_size < 0:
-            raise EnvironmentConfigError(
-                f"reasoning_gym: train_size {train_size} must be at least 1 and held_out_size "
-                f"{held_out_size} at least 0"
-            )
-        self.name = f"reasoning_gym/{dataset}"
-        self.size = train_size
-        self._held_out_size = held_out_size
-        self._system_prompt = system_prompt
-        self._answer_tag = answer_tag
-        self._reward = reward
-        self._train_start = held_out_size * HELD_OUT_DRAWS
-        self._dataset = _create(dataset, dict(options or {}), seed=seed, size=self._train_start + train_size)
+    task: str = "spell_backward"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    train_prompts: int = 20_000
+    held_out_prompts: int = 200
+    system_prompt: str | None = None
+    answer_tag: str | None = None
+    reward: str = "correct"
+
+    def __post_init__(self) -> None:
+        if self.train_prompts < 1:
+            raise ValueError(f"train_prompts: {self.train_prompts} is not in [1, inf)")
+        if self.held_out_prompts < 0:
+            raise ValueError(f"held_out_prompts: {self.held_out_prompts} is not in [0, inf)")
+        if self.reward not in REWARDS and ":" not in self.reward and self.reward not in registered():
+            names = ", ".join([*REWARDS, *registered()])
+            raise ValueError(f"reward: {self.reward!r} is not one of {names}, and no module:function")
+        for reserved, instead in (("seed", "the config's seed"), ("size", "train_prompts, held_out_prompts")):
+            if reserved in self.options:
+                raise ValueError(f"options.{reserved}: does not go here; it comes from {instead}")
+
+
+class ReasoningGym:
+    """Training split; `held_out` is the other one, whose questions are distinct.
+
+    seed: of all questions. Raises `EnvironmentConfigError`, which begins with the option's name.
+    """
+
+    Options = Options
+    episode = staticmethod(single_turn)
+
+    def __init__(self, options: Options, *, seed: int) -> None:
+        self.options = options
+        self.name = f"reasoning_gym/{options.task}"
+        self.size = options.train_prompts
+        self._reward = None if options.reward in REWARDS else reward_function(options.reward)
+        self._train_start = options.held_out_prompts * HELD_OUT_DRAWS
+        self._dataset = _create(
+            options.task, dict(options.options), seed=seed, size=self._train_start + self.size
+        )
 
     @cached_property
     def held_out_indices(self) -> tuple[int, ...]:
@@ -81,16 +96,16 @@ class ReasoningGym:
 
     @cached_property
     def _held_out_questions(self) -> dict[str, int]:
-        questions: dict[str, int] = {}
+        wanted, questions = self.options.held_out_prompts, dict[str, int]()
         for index in range(self._train_start):
-            if len(questions) == self._held_out_size:
+            if len(questions) == wanted:
                 return questions
             questions.setdefault(self._dataset[index]["question"], index)
-        if len(questions) < self._held_out_size:
+        if len(questions) < wanted:
             raise EnvironmentConfigError(
-                f"{self.name}: held_out_size {self._held_out_size} asks for more distinct questions than the "
-                f"{len(questions)} found in {self._train_start} draws; lower it or widen the "
-                "dataset's options"
+                f"held_out_prompts: {wanted} asks for more distinct questions of {self.name} than the "
+                f"{len(questions)} found in {self._train_start} draws; lower it, or widen the dataset's "
+                "options"
             )
         return questions
 
@@ -108,8 +123,8 @@ class ReasoningGym:
             if self._dataset[candidate]["question"] not in self._held_out_questions:
                 return candidate
         raise EnvironmentConfigError(
-            f"{self.name}: all {DRAWS} draws of training task {index} are held-out questions; "
-            f"lower held_out_size ({self._held_out_size}) or widen the dataset's options"
+            f"held_out_prompts: all {DRAWS} draws of training task {index} of {self.name} are held-out "
+            f"questions; lower {self.options.held_out_prompts}, or widen the dataset's options"
         )
 
     def task(self, index: int) -> Task:
@@ -118,7 +133,8 @@ class ReasoningGym:
     def task_at(self, index: int, dataset_index: int) -> Task:
         """Task `index` of a split whose question is the dataset's at `dataset_index`."""
         entry = self._dataset[dataset_index]
-        system = ({"role": "system", "content": self._system_prompt},) if self._system_prompt else ()
+        prompt = self.options.system_prompt
+        system = ({"role": "system", "content": prompt},) if prompt else ()
         return Task(
             index=index,
             name=self.name,
@@ -135,47 +151,52 @@ class ReasoningGym:
         task = self.task(index)
         entry = task.data["entry"]
         answer = str(entry["answer"])
-        if self._answer_tag:
-            answer = f"<{self._answer_tag}>{answer}</{self._answer_tag}>"
-        if self.score(task, answer).components.get("exact") != 1.0:
+        tag = self.options.answer_tag
+        if tag:
+            answer = f"<{tag}>{answer}</{tag}>"
+        if self._verified(task, answer).components.get("exact") != 1.0:
             raise EnvironmentConfigError(
                 f"{self.name}: task {index} states {answer!r}, which its own verifier refuses; "
                 "warm-start from another dataset, or from recorded answers"
             )
         return entry["question"], answer
 
-    def score(self, task: Task, text: str) -> Score:
-        """Components "correct" (the dataset's score) and "exact" (1 iff that is 1).
-
-        A scorer that raises, or returns something outside [0, 1], is an environment failure: the policy is
-        not blamed for it.
+    def score(self, task: Task, answer: Answer) -> Score:
+        """Components "correct" (the dataset's score) and "exact" (1 iff that is 1), and those of a reward
+        function, "reward" if it returns a number.
         """
-        answer = text.strip()
-        if self._answer_tag:
-            tagged = tagged_answer(text, self._answer_tag)
+        verified = self._verified(task, answer.text)
+        if self._reward is None or verified.status is Status.ENVIRONMENT_FAILURE:
+            return verified
+        own = as_score(self._reward(task, answer))
+        if own.status is Status.ENVIRONMENT_FAILURE:
+            return own
+        return Score(components=verified.components | own.components, total=own.total)
+
+    def _verified(self, task: Task, text: str) -> Score:
+        """The dataset's own score; one outside [0, 1] is an environment failure, not the policy's fault."""
+        answer, tag = text.strip(), self.options.answer_tag
+        if tag:
+            tagged = tagged_answer(text, tag)
             if tagged is None:
                 return Score(
                     components={"correct": 0.0, "exact": 0.0},
                     total=0.0,
                     status=Status.MALFORMED,
-                    detail=f"no <{self._answer_tag}> ... </{self._answer_tag}> in the answer",
+                    detail=f"no <{tag}> ... </{tag}> in the answer",
                 )
             answer = tagged
-        try:
-            correct = float(self._dataset.score_answer(answer, task.data["entry"]))
-        except Exception as error:  # any verifier bug is the environment's failure, reported in the row
-            logger.warning(
-                "%s: scoring task %d raised %s: %s", self.name, task.index, type(error).__name__, error
-            )
-            return _failure(f"{type(error).__name__}: {error}")
+        correct = float(self._dataset.score_answer(answer, task.data["entry"]))
         if not (math.isfinite(correct) and -1e-6 <= correct <= 1 + 1e-6):
-            return _failure(f"score {correct} is not in [0, 1]")
+            return failure(f"score {correct} is not in [0, 1]")
         components = {"correct": min(max(correct, 0.0), 1.0), "exact": float(correct >= 1 - 1e-6)}
-        return Score(components=components, total=components[self._reward])
+        return Score(components=components, total=components.get(self.options.reward, 0.0))
 
 
 class HeldOut:
     """The held-out split of a `ReasoningGym`."""
+
+    episode = staticmethod(single_turn)
 
     def __init__(self, train: ReasoningGym) -> None:
         self._train = train
@@ -190,12 +211,8 @@ class HeldOut:
             raise IndexError(f"{self._train.name}: held-out task {index} is not in [0, {self.size})")
         return self._train.task_at(index, self._train.held_out_indices[index])
 
-    def score(self, task: Task, text: str) -> Score:
-        return self._train.score(task, text)
-
-
-def _failure(detail: str) -> Score:
-    return Score(components={}, total=0.0, status=Status.ENVIRONMENT_FAILURE, detail=detail)
+    def score(self, task: Task, answer: Answer) -> Score:
+        return self._train.score(task, answer)
 
 
 def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
@@ -206,17 +223,9 @@ def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
 
     if name not in DATASETS:
         raise EnvironmentConfigError(
-            f"reasoning_gym: dataset {name!r} is unknown; known ones: {', '.join(sorted(DATASETS))}"
+            f"task: {name!r} is no dataset of reasoning-gym; known ones: {', '.join(sorted(DATASETS))}"
         )
-    for reserved in ("seed", "size"):
-        if reserved in options:
-            raise EnvironmentConfigError(
-                f"reasoning_gym: {reserved!r} does not go in the dataset's options; "
-                f"use {'seed' if reserved == 'seed' else 'train_size and held_out_size'} beside them"
-            )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise EnvironmentConfigError(
-            f"reasoning_gym: dataset {name!r} refuses options {options!r}: {error}"
-        ) from error
+        raise EnvironmentConfigError(f"options: {name} refuses {options!r}: {error}") from error

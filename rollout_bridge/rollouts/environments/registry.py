@@ -1,33 +1,54 @@
-"""Environments by name: a new one is a new file and one line here."""
+"""Environments by reference: a name registered here or by an installed package, or `module:Name`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from rollout_bridge.options import OptionsError, read
+from rollout_bridge.references import UnknownReference, resolve
 from rollout_bridge.rollouts.environments.base import Environment, EnvironmentConfigError
 
-# name -> (module, factory); imported when asked for, so that a host installs only what it serves.
-ENVIRONMENTS: dict[str, tuple[str, str]] = {
-    "reasoning_gym": ("rollout_bridge.rollouts.environments.reasoning_gym", "ReasoningGym"),
+# Imported when asked for, so that a host installs only what it serves.
+ENVIRONMENTS: dict[str, str] = {
+    "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym",
 }
+GROUP = "jaxtrain.environments"
 
 
-def create(name: str, options: Mapping[str, Any]) -> Environment:
-    """The training split of environment `name` built from `options` (keyword arguments of its class).
+@dataclass(frozen=True)
+class NoOptions:
+    """Of an environment that declares none."""
 
-    Raises `EnvironmentConfigError` for an unknown name, an option it does not have, or a missing library.
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """What every process of a run builds the same environment from.
+
+    name: a registered name or `module:Name`. options: as the config gives them. seed: of its tasks.
     """
-    if name not in ENVIRONMENTS:
-        raise EnvironmentConfigError(
-            f"environment {name!r} is unknown; known ones: {', '.join(sorted(ENVIRONMENTS))}"
-        )
-    module, attribute = ENVIRONMENTS[name]
-    factory: Callable[..., Environment] = getattr(import_module(module), attribute)
-    try:
-        return factory(**options)
-    except TypeError as error:
-        raise EnvironmentConfigError(
-            f"environment {name!r} does not take options {dict(options)!r}: {error}"
-        ) from error
+
+    name: str
+    options: Mapping[str, Any]
+    seed: int
+
+    def create(self, *, where: str = "environment") -> Environment:
+        """The training split. `where`: path of the section in the config, for errors.
+
+        Raises `EnvironmentConfigError` for an unknown name, wrong options, or a missing library.
+        """
+        try:
+            kind: Any = resolve(self.name, group=GROUP, builtin=ENVIRONMENTS, kind="environment")
+        except UnknownReference as error:
+            raise EnvironmentConfigError(f"{where}.name: {error}") from error
+        try:
+            options = read(getattr(kind, "Options", NoOptions), self.options, where=where)
+        except OptionsError as error:
+            raise EnvironmentConfigError(str(error)) from error
+        try:
+            return kind(options, seed=self.seed)
+        except (ValueError, ImportError, OSError) as error:
+            field = str(error).partition(":")[0].split(".")[0]
+            path = f"{where}." if field in vars(options) else f"{where}: "
+            raise EnvironmentConfigError(f"{path}{error}") from error

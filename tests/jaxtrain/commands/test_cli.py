@@ -51,16 +51,23 @@ def test_check_says_what_would_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("environment.task=spel_backward", "dataset 'spel_backward' is unknown; known ones:"),
-        ("environment.name=gym", "environment 'gym' is unknown; known ones: reasoning_gym"),
-        ("environment.options.colour=red", "'colour'"),
+        ("environment.task=spel_backward", "task: 'spel_backward' is no dataset of reasoning-gym; known"),
+        ("environment.name=gym", "name: environment 'gym' is unknown. Known: reasoning_gym"),
+        ("environment.options.colour=red", "options: spell_backward refuses"),
+        ("environment.options.length={a: 1}", "options: spell_backward refuses"),
+        ("environment.colour=red", "colour: unknown key; allowed here: task, options"),
     ],
 )
 def test_an_environment_that_does_not_exist_is_refused_by_check(override: str, problem: str) -> None:
     result = run("train", "--config", QUICKSTART, "--check", override)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"{QUICKSTART}: environment: ")
-    assert problem in result.stderr
+    assert result.stderr.startswith(f"{QUICKSTART}: environment.{problem}")
+
+
+def test_evaluations_need_as_many_tasks_as_the_environment_holds_out() -> None:
+    result = run("train", "--config", QUICKSTART, "--check", "evaluation.prompts=257")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{QUICKSTART}: evaluation.prompts: 257 is more than the 256 tasks that ")
 
 
 def test_a_recipe_without_plans_has_none_to_discard(tmp_path: Path) -> None:

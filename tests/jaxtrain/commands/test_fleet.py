@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,16 @@ def test_groups_in_flight_fill_the_slots() -> None:
     settings = worker_settings(config("rollouts.slots=20", "rollouts.group_size=8", "seed=3"), stop_ids=(2,))
     assert settings.max_concurrent_groups == 3  # 24 completions for 20 slots
     assert (settings.group_size, settings.run_seed) == (8, 3)
+
+
+def test_a_worker_has_the_schemas_defaults() -> None:
+    """Its settings have none of their own, so that no number is written twice."""
+    section, settings = config().rollouts, worker_settings(config(), stop_ids=(2,))
+    assert all(field.default is dataclasses.MISSING for field in dataclasses.fields(settings))
+    assert settings.lease_seconds == section.lease_seconds == 60.0
+    assert settings.flush_seconds == section.flush_seconds == 2.0
+    assert settings.abort_retries == section.abort_retries == 3
+    assert settings.max_length == config().batch.sequence_length
 
 
 def test_every_stop_token_of_the_model_ends_an_answer() -> None:

@@ -50,7 +50,13 @@ def test_override_values_are_yaml_with_plain_exponents(text: str, value: object)
 
 def test_the_last_override_wins_and_reaches_any_depth() -> None:
     config = quickstart("rl.steps=3", "rl.steps=4", "environment.options.min_word_len=2", "seed=7")
-    assert (config.rl.steps, config.environment.options["min_word_len"], config.seed) == (4, 2, 7)
+    assert (config.rl.steps, config.seed) == (4, 7)
+    assert config.environment.name == "reasoning_gym", "its default"
+    assert config.environment.options == {
+        "task": "spell_backward",
+        "options": {"min_word_len": 2, "max_word_len": 7},
+        "held_out_prompts": 256,
+    }
 
 
 def test_a_field_beside_a_preset_overrides_it() -> None:

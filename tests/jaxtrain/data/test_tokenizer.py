@@ -7,12 +7,12 @@ from jaxtrain.data.worked_answers import WorkedAnswers
 from transformers import AutoTokenizer
 
 from jaxtrain.data.tokenizer import build
-from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
+from rollout_bridge.rollouts.environments.reasoning_gym import Options, ReasoningGym
 
 
 @pytest.fixture(scope="module")
 def environment() -> ReasoningGym:
-    return ReasoningGym(dataset="spell_backward", train_size=200, held_out_size=20)
+    return ReasoningGym(Options(train_prompts=200, held_out_prompts=20), seed=0)
 
 
 @pytest.fixture(scope="module")

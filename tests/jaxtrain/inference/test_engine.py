@@ -19,7 +19,7 @@ from rollout_bridge import names
 from rollout_bridge.engines.protocol import EngineError, FinishReason, KvPolicy, Request
 from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8
 from rollout_bridge.quantization.plan import Format, ServingLayout, plan_for, scale_name
-from rollout_bridge.rollouts.episodes import derive_seed
+from rollout_bridge.rollouts.generation import derive_seed
 from rollout_bridge.weights.read.update import Update
 from tests.jaxtrain.models.tiny import HF_CONFIG
 

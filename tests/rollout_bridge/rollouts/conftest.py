@@ -1,9 +1,8 @@
-"""A character tokenizer, a copying environment and a deterministic policy behind the engine protocol."""
+"""A character tokenizer, scoring processes and a deterministic policy behind the engine protocol."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,9 @@ from rollout_bridge.engines.protocol import (
     UpdateReport,
     VersionSpan,
 )
-from rollout_bridge.rollouts.environments.base import Score, Task
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories.schema import Status
 from rollout_bridge.weights.read.update import Update
+from tests.rollout_bridge.rollouts.copying import CopyEnvironment
 
 EOS = 1
 
@@ -54,44 +52,11 @@ def tokenizer():
 
 
 @dataclass
-class CopyEnvironment:
-    """The right answer to "aaa" is "aaa"; the reward is the fraction of matching characters."""
-
-    size: int = 40
-    prefix: str = "t"
-    hang: threading.Event | None = None
-    broken: frozenset[str] = frozenset()
-
-    @property
-    def held_out(self) -> CopyEnvironment:
-        return CopyEnvironment(size=6, prefix="h")
-
-    def task(self, index: int) -> Task:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        text = f"{self.prefix}{index}"
-        return Task(
-            index=index, name="copy", messages=({"role": "user", "content": text},), data={"text": text}
-        )
-
-    def score(self, task: Task, text: str) -> Score:
-        if task.data["text"] in self.broken:
-            raise RuntimeError("the verifier is broken")
-        if self.hang is not None and text.startswith("!"):
-            self.hang.wait()
-        if not text:
-            return Score(components={}, total=0.0, status=Status.MALFORMED)
-        wanted = task.data["text"]
-        right = sum(a == b for a, b in zip(wanted, text, strict=False)) / max(len(wanted), len(text))
-        return Score(components={"correct": right, "exact": float(right == 1)}, total=right)
-
-
-@dataclass
 class PolicyEngine:
     """Copies the prompt's content; sampled requests get one wrong character in half of the seeds.
 
     versions: what it serves, one span for each entry, split evenly over the tokens.
-    abort, fail: how many of the next calls abort their requests, or raise.
+    abort, fail: how many of the next requests are aborted, or fail.
     """
 
     versions: Sequence[int] = (0,)
@@ -106,12 +71,13 @@ class PolicyEngine:
         if self.fail:
             self.fail -= 1
             raise EngineError("policy: out of order")
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Request) -> Completion:
         aborts = self.abort > 0
         self.abort = max(0, self.abort - 1)
-        return [self._answer(request, aborts) for request in requests]
-
-    def _answer(self, request: Request, aborts: bool) -> Completion:
-        answer = list(request.prompt_ids)[1:-1]
+        prompt = list(request.prompt_ids)
+        answer = prompt[len(prompt) - prompt[::-1].index(ord("?") - 30) : -1]  # of the last message
         if request.temperature and request.seed % 2:
             answer[request.seed // 2 % len(answer)] = ord("!") - 30
         tokens = np.array([*answer, EOS][: request.max_tokens], np.int32)
@@ -154,11 +120,6 @@ def environment() -> CopyEnvironment:
 @pytest.fixture
 def engine() -> PolicyEngine:
     return PolicyEngine()
-
-
-@pytest.fixture(scope="session")
-def make_environment() -> type[CopyEnvironment]:
-    return CopyEnvironment
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,22 @@ import sys
 
 import pytest
 
-from rollout_bridge.rollouts.environments import registry
-from rollout_bridge.rollouts.environments.base import EnvironmentConfigError
-from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
+from rollout_bridge.rollouts.environments.base import Answer, EnvironmentConfigError
+from rollout_bridge.rollouts.environments.reasoning_gym import Options, ReasoningGym
+from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.trajectories.schema import Status
 
 
-def spell(**options) -> ReasoningGym:
-    return ReasoningGym(dataset="spell_backward", **options)
+def spell(seed=0, **options) -> ReasoningGym:
+    return ReasoningGym(Options(task="spell_backward", **options), seed=seed)
+
+
+def create(name="reasoning_gym", **options):
+    return EnvironmentSpec(name=name, options=options, seed=0).create()
+
+
+def answered(text: str) -> Answer:
+    return Answer(text=text, turns=(text,), ended=True, tokens=len(text))
 
 
 def questions(environment) -> list[str]:
@@ -23,7 +31,9 @@ def questions(environment) -> list[str]:
 
 def test_no_question_and_no_index_is_in_both_splits() -> None:
     # A third of the words are held out, so nearly every other draw of the training split collides.
-    environment = spell(options={"min_word_len": 3, "max_word_len": 3}, train_size=3000, held_out_size=300)
+    environment = spell(
+        options={"min_word_len": 3, "max_word_len": 3}, train_prompts=3000, held_out_prompts=300
+    )
     held_out, train = questions(environment.held_out), questions(environment)
     assert len(set(held_out)) == 300 and set(held_out).isdisjoint(train)
     indices = {environment.dataset_index(index) for index in range(environment.size)}
@@ -33,7 +43,7 @@ def test_no_question_and_no_index_is_in_both_splits() -> None:
 
 
 def test_the_same_index_is_the_same_task_everywhere() -> None:
-    a, b, other = (spell(train_size=50, held_out_size=20, seed=seed) for seed in (3, 3, 4))
+    a, b, other = (spell(train_prompts=50, held_out_prompts=20, seed=seed) for seed in (3, 3, 4))
     assert questions(a) == questions(b) != questions(other)
     assert questions(a.held_out) == questions(b.held_out)
     with pytest.raises(IndexError):
@@ -43,29 +53,32 @@ def test_the_same_index_is_the_same_task_everywhere() -> None:
 
 
 def test_spell_backward_pays_for_each_matching_position() -> None:
-    environment = spell(train_size=20, held_out_size=2)
+    environment = spell(train_prompts=20, held_out_prompts=2)
     question, answer = environment.worked_answer(4)
     task = environment.task(4)
     assert task.messages[-1]["content"] == question and question.endswith(answer[::-1])
-    assert environment.score(task, f" {answer}\n").components == {"correct": 1.0, "exact": 1.0}
-    almost = environment.score(task, answer[:-1])
+    assert environment.score(task, answered(f" {answer}\n")).components == {"correct": 1.0, "exact": 1.0}
+    almost = environment.score(task, answered(answer[:-1]))
     assert almost.total == pytest.approx(1 - 1 / len(answer)) and almost.components["exact"] == 0.0
-    strict = spell(train_size=20, held_out_size=2, reward="exact")
-    assert strict.score(task, answer[:-1]).total == 0.0 and strict.score(task, answer).total == 1.0
+    strict = spell(train_prompts=20, held_out_prompts=2, reward="exact")
+    assert (
+        strict.score(task, answered(answer[:-1])).total == 0.0
+        and strict.score(task, answered(answer)).total == 1.0
+    )
 
 
 def test_tagged_answers() -> None:
-    environment = spell(train_size=9, held_out_size=2, answer_tag="answer", system_prompt="Think.")
+    environment = spell(train_prompts=9, held_out_prompts=2, answer_tag="answer", system_prompt="Think.")
     task, (_, answer) = environment.task(0), environment.worked_answer(0)
     word = answer.removeprefix("<answer>").removesuffix("</answer>")
     assert task.messages[0] == {"role": "system", "content": "Think."}
-    assert environment.score(task, f"<answer>no</answer> or <answer> {word} </answer>").total == 1.0
-    assert environment.score(task, word).status is Status.MALFORMED
+    assert environment.score(task, answered(f"<answer>no</answer> or <answer> {word} </answer>")).total == 1.0
+    assert environment.score(task, answered(word)).status is Status.MALFORMED
 
 
 @pytest.mark.parametrize("returned", [float("nan"), 1.5, -1.0, None, "raise"])
 def test_a_broken_verifier_is_an_environment_failure(monkeypatch, returned) -> None:
-    environment = spell(train_size=9, held_out_size=2)
+    environment = spell(train_prompts=9, held_out_prompts=2)
 
     def verifier(*_):
         if returned == "raise":
@@ -73,41 +86,64 @@ def test_a_broken_verifier_is_an_environment_failure(monkeypatch, returned) -> N
         return returned
 
     monkeypatch.setattr(environment._dataset, "score_answer", verifier)
-    score = environment.score(environment.task(0), "x")
+    if returned in ("raise", None):  # a scoring process says what was raised
+        with pytest.raises((ZeroDivisionError, TypeError)):
+            environment.score(environment.task(0), answered("x"))
+        return
+    score = environment.score(environment.task(0), answered("x"))
     assert score.status is Status.ENVIRONMENT_FAILURE and score.total == 0.0 and score.detail
+
+
+def short_and_right(task, answer: Answer) -> dict[str, float]:
+    right = answer.text == task.data["entry"]["answer"]
+    return {"right": float(right), "short": -0.01 * answer.tokens}
+
+
+def test_a_reward_function_by_reference() -> None:
+    reward = f"{__name__}:short_and_right"
+    environment = create(train_prompts=9, held_out_prompts=2, reward=reward)
+    task, (_, answer) = environment.task(0), environment.worked_answer(0)
+    score = environment.score(task, answered(answer))
+    assert score.total == pytest.approx(1 - 0.01 * len(answer))
+    assert set(score.components) == {"correct", "exact", "right", "short"}
 
 
 @pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting", "basic_arithmetic"])
 def test_any_dataset_by_name(dataset) -> None:
-    environment = registry.create("reasoning_gym", {"dataset": dataset, "train_size": 30, "held_out_size": 5})
+    environment = create(task=dataset, train_prompts=30, held_out_prompts=5)
     question, answer = environment.worked_answer(7)
-    assert environment.score(environment.task(7), answer).total == 1.0
+    assert environment.score(environment.task(7), answered(answer)).total == 1.0
     assert set(questions(environment)).isdisjoint(questions(environment.held_out))
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("options", "message"),
     [
-        ("nothing", {}, "known ones: reasoning_gym"),
-        ("reasoning_gym", {"dataset": "no_such"}, "spell_backward"),
-        ("reasoning_gym", {"dataset": "spell_backward", "colour": 1}, "colour"),
-        ("reasoning_gym", {"dataset": "spell_backward", "options": {"seed": 1}}, "seed"),
+        ({"name": "nothing"}, "environment.name: environment 'nothing' is unknown. Known: reasoning_gym"),
+        ({"task": "no_such"}, "environment.task: 'no_such' is no dataset .*spell_backward"),
+        ({"colour": 1}, "environment.colour: unknown key; allowed here: task"),
+        ({"options": {"colour": 1}}, "environment.options: spell_backward refuses .*colour"),
         (
-            "reasoning_gym",
-            {"dataset": "spell_backward", "options": {"min_word_len": 9, "max_word_len": 3}},
-            "refuses",
+            {"options": {"seed": 1}},
+            "environment.options.seed: does not go here; it comes from the config's seed",
         ),
-        ("reasoning_gym", {"dataset": "spell_backward", "reward": "best"}, "correct, exact"),
+        ({"options": {"min_word_len": 9, "max_word_len": 3}}, "environment.options: spell_backward refuses"),
+        ({"options": 3}, "environment.options: 3 is not a mapping"),
+        ({"reward": "best"}, "environment.reward: 'best' is not one of correct, exact"),
+        ({"reward": "no_such:thing"}, "environment: reward 'no_such:thing': cannot import no_such"),
+        ({"train_prompts": 0}, r"environment.train_prompts: 0 is not in \[1, inf\)"),
     ],
 )
-def test_wrong_configuration_names_what_is_wrong(name, options, message) -> None:
+def test_wrong_configuration_names_what_is_wrong(options, message) -> None:
     with pytest.raises(EnvironmentConfigError, match=message):
-        registry.create(name, options)
+        create(**options)
 
 
 def test_too_few_distinct_questions_is_an_error() -> None:
-    environment = spell(options={"min_word_len": 3, "max_word_len": 3}, held_out_size=5000, train_size=10)
-    with pytest.raises(EnvironmentConfigError, match="held_out_size 5000"):
+    environment = spell(
+        options={"min_word_len": 3, "max_word_len": 3}, held_out_prompts=5000, train_prompts=10
+    )
+    with pytest.raises(EnvironmentConfigError, match="held_out_prompts: 5000"):
         _ = environment.held_out
 
 

@@ -10,8 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_bridge.control import RunState
-from rollout_bridge.engines.protocol import FinishReason, Health
-from rollout_bridge.rollouts.episodes import derive_seed
-from rollout_bridge.rollouts.generation import WorkerError, WorkerSettings
-from rollout_bridge.rollouts.rewards import Scorer
+from rollout_bridge.engines.protocol import EngineError, FinishReason, Health
+from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
+from rollout_bridge.rollouts.generation import derive_seed
+from rollout_bridge.rollouts.scoring import ScoringError, ScoringPool
+from rollout_bridge.rollouts.settings import WorkerError, WorkerSettings
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.trajectories import accounting
@@ -33,21 +33,43 @@ from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status
 from rollout_bridge.trajectories.selection import SelectionSettings
 from tests.rollout_bridge.failing import FailsOnce
+from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Options, Raising, TwoTurns
 
 SETTINGS = WorkerSettings(
     run_seed=5,
     group_size=4,
     max_tokens=8,
+    max_turns=3,
+    max_length=24,
+    episode_seconds=600.0,
+    temperature=1.0,
+    stop_ids=(),
+    task_tries=2,
     max_concurrent_groups=3,
     claim_groups=4,
+    lease_seconds=120.0,
     segment_groups=2,
     flush_seconds=0.0,
-    poll_seconds=0.001,
+    generate_timeout_seconds=600.0,
+    abort_retries=3,
     engine_timeout_seconds=0.0,
     idle_timeout_seconds=600.0,
-    score_timeout_seconds=600.0,
+    poll_seconds=0.001,
 )
 PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
+
+
+def pool(environment, *, timeout=PATIENCE) -> ScoringPool:
+    kind = type(environment)
+    spec = EnvironmentSpec(
+        name=f"{kind.__module__}:{kind.__qualname__}", options=asdict(environment.options), seed=0
+    )
+    return ScoringPool(spec, processes=1, memory_bytes=1 << 30, timeout_seconds=timeout)
+
+
+def worker_of(store, engine, environment, tokenizer, options=SETTINGS, *, scoring=None, **keywords):
+    scoring = scoring or pool(environment)
+    return RolloutWorker(store, engine, environment, tokenizer, scoring, options, "w", **keywords)
 
 
 def rows(store: Store):
@@ -66,7 +88,7 @@ def work(store, engine, environment, tokenizer, done, *, options=SETTINGS, end=N
 
     async def main():
         stop = asyncio.Event()
-        worker = RolloutWorker(store, engine, environment, tokenizer, options, "w", **keywords)
+        worker = worker_of(store, engine, environment, tokenizer, options, **keywords)
         task = asyncio.create_task(worker.run(stop))
         waiter = asyncio.create_task(until(lambda: task.done() or done()))
         await waiter
@@ -103,9 +125,9 @@ def test_a_segment_row_says_everything(store, engine, environment, tokenizer) ->
     assert all(claim["done"] for claim in claims)
 
 
-def test_prompts_go_round_the_environment(store, engine, make_environment, tokenizer) -> None:
+def test_prompts_go_round_the_environment(store, engine, tokenizer) -> None:
     grant(store, 3)
-    work(store, engine, make_environment(size=2), tokenizer, written(store, 3))
+    work(store, engine, CopyEnvironment(Options(size=2)), tokenizer, written(store, 3))
     texts = {row.prompt_index: tokenizer.decode(row.token_ids[:4]) for row in rows(store)}
     assert texts == {0: "?t0=", 1: "?t1=", 2: "?t0="}
 
@@ -152,7 +174,7 @@ def test_sigterm_flushes_and_ends(store, engine, environment, tokenizer) -> None
     options = replace(SETTINGS, segment_groups=9, flush_seconds=600.0)
 
     async def main():
-        worker = RolloutWorker(store, engine, environment, tokenizer, options, "w")
+        worker = worker_of(store, engine, environment, tokenizer, options)
         task = asyncio.create_task(worker.run())
         await until(lambda: task.done() or worker._buffer)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -162,75 +184,125 @@ def test_sigterm_flushes_and_ends(store, engine, environment, tokenizer) -> None
     assert (report.groups, report.segments) == (1, 1) and len(rows(store)) == 4
 
 
-class Hang(threading.Event):
-    """Counts who waits."""
+def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(store, engine, tokenizer) -> None:
+    """The policy's answer is wrong for odd seeds; this verifier hangs on the wrong answers to t3."""
+    wrong = [member for member in range(4) if derive_seed(5, 3, member, 0) % 2]
+    assert len(wrong) == 1
+    environment = CopyEnvironment(Options(broken=("t1",), hanging=("t3",)))
+    grant(store, 4)
+    work(
+        store, engine, environment, tokenizer, written(store, 4), scoring=pool(environment, timeout=15.0)
+    )  # time for a score on a machine that stalls; those that hang take it all
+    for row in rows(store):
+        hangs = row.prompt_index == 3 and row.member in wrong
+        expected = Status.TIMEOUT if hangs else Status.OK
+        if row.prompt_index == 1:
+            expected = Status.ENVIRONMENT_FAILURE
+            assert row.metadata["detail"] == "RuntimeError: the verifier is broken"
+        assert (row.status, row.reward > 0) == (expected, expected is Status.OK)
+    assert len(rows(store)) == 16
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[None] = []
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waiting.append(None)
-        return super().wait(timeout)
-
-
-def test_a_broken_and_a_hanging_verifier_cost_only_their_rows(
-    store, engine, make_environment, tokenizer, monkeypatch
+def test_a_task_that_cannot_be_read_is_recorded_as_failed_and_the_stream_goes_on(
+    store, engine, tokenizer
 ) -> None:
-    """Time is up whenever every score that runs is one that hangs: a slow machine is no slow verifier."""
-    hang, limit = Hang(), 1234.0
-    environment = make_environment(hang=hang, broken=frozenset({"t1"}))
     grant(store, 3)
-    options = replace(SETTINGS, score_timeout_seconds=limit)
-    seeds = {(i, m): derive_seed(5, i, m, 0) for i in range(3) for m in range(4)}
-    timeout, running, done = asyncio.timeout, set(), written(store, 3)
-
-    @asynccontextmanager
-    async def until_time_is_up(seconds):
-        async with timeout(None if seconds == limit else seconds) as one:
-            if seconds == limit:
-                running.add(one)
-            try:
-                yield one
-            finally:
-                running.discard(one)
-                if seconds == limit and one.expired():
-                    hang.waiting.pop()
-
-    def time_is_up() -> bool:
-        if running and len(running) == len(hang.waiting):
-            for one in running:
-                one.reschedule(asyncio.get_running_loop().time())
-        return done()
-
-    monkeypatch.setattr(asyncio, "timeout", until_time_is_up)
-    try:
-        work(store, engine, environment, tokenizer, time_is_up, options=options)
-    finally:
-        hang.set()
-    statuses = {(row.prompt_index, row.member): row.status for row in rows(store)}
-    # The policy puts "!" first, on which this verifier hangs, for seeds of the form 4n + 1 (two characters).
-    hangs = {place for place, seed in seeds.items() if seed % 4 == 1 and place[0] != 1}
-    broken = {place for place in seeds if place[0] == 1}
-    assert hangs and {place for place, status in statuses.items() if status is Status.TIMEOUT} == hangs
-    assert {place for place, status in statuses.items() if status is Status.ENVIRONMENT_FAILURE} == broken
-    assert set(statuses) == set(seeds)
+    work(store, engine, CopyEnvironment(Options(unreadable=(1,))), tokenizer, written(store, 3))
+    statuses = {row.prompt_index: row.status for row in rows(store)}
+    assert statuses == {0: Status.OK, 1: Status.ENVIRONMENT_FAILURE, 2: Status.OK}
+    failed = [row for row in rows(store) if row.prompt_index == 1]
+    assert [row.member for row in failed] == [0, 1, 2, 3], "a whole group, so that its claim completes"
+    assert {row.metadata["detail"] for row in failed} == {"task 1 raises RuntimeError: no such question"}
+    assert all(store.read_json(key)["done"] for key in store.list("prompts/claims/"))
 
 
-def test_a_score_that_came_in_time_counts_however_late_it_is_seen(environment) -> None:
-    """The loop is busy from before the score until after its limit."""
+def test_a_prompt_without_room_for_an_answer_costs_its_group(store, engine, tokenizer) -> None:
+    """The whole episode has 24 tokens: a prompt of 23 leaves one, a prompt of 24 none."""
+    options = replace(SETTINGS, group_size=1)
+    for suffix, status in (("x" * 19, Status.OK), ("x" * 20, Status.ENVIRONMENT_FAILURE)):
+        url = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
+        grant(url, 2)
+        environment = CopyEnvironment(Options(suffix=suffix))
+        work(url, engine, environment, tokenizer, written(url, 2), options=options)
+        long, short = sorted(rows(url), key=lambda row: row.prompt_index)
+        assert (long.status, short.status) == (status, Status.OK)
+        if status is Status.OK:
+            assert (len(long.token_ids), long.finish_reason) == (24, "stop")
+        else:
+            assert "the prompt has 24 tokens" in long.metadata["detail"]
 
-    async def main():
-        scorer = Scorer(environment, timeout_seconds=0.05)
-        scoring = asyncio.create_task(scorer.score(environment.task(3), "t3"))
-        await asyncio.sleep(0)
-        for thread in threading.enumerate():
-            if thread.name == "score-3":
-                thread.join(PATIENCE)
-        time.sleep(0.06)
-        return await scoring
 
-    assert asyncio.run(main()).components == {"correct": 1.0, "exact": 1.0}
+def test_an_episode_that_raises_is_tried_again_then_recorded(store, engine, tokenizer) -> None:
+    grant(store, 3)
+    environment = Raising()
+    options = replace(SETTINGS, group_size=1, task_tries=3)
+    work(store, engine, environment, tokenizer, written(store, 3), options=options)
+    by_index = {row.prompt_index: row for row in rows(store)}
+    assert environment.tried == {0: 3, 1: 2, 2: 1}
+    assert by_index[0].status is Status.ENVIRONMENT_FAILURE
+    assert by_index[0].metadata["detail"] == "RuntimeError: the environment is broken"
+    assert by_index[1].seed == derive_seed(5, 1, 0, 1 << 10), "another seed than that of the first try"
+    assert (by_index[1].status, by_index[2].status) == (Status.OK, Status.OK)
+
+
+def test_an_answer_that_never_comes_costs_its_group_while_others_are_answered(
+    store, make_engine, tokenizer
+) -> None:
+    """The engine fails on the prompt of t0 alone: it fails again only after it has answered others."""
+    answered, failures = asyncio.Event(), []
+
+    class Choosy(make_engine):
+        async def generate(self, requests):
+            if tokenizer.decode(requests[0].prompt_ids) == "?t0=":
+                if failures:
+                    await asyncio.wait_for(answered.wait(), PATIENCE)
+                    await asyncio.sleep(0.01)
+                failures.append(requests)
+                raise EngineError("policy: cannot take this prompt")
+            while not failures:
+                await asyncio.sleep(0.001)
+            found = await super().generate(requests)
+            asyncio.get_running_loop().call_soon(answered.set)
+            return found
+
+    grant(store, 2)
+    options = replace(SETTINGS, group_size=1, engine_timeout_seconds=0.005)
+    work(store, Choosy(), CopyEnvironment(), tokenizer, written(store, 2), options=options)
+    first, second = sorted(rows(store), key=lambda row: row.prompt_index)
+    assert (first.status, second.status) == (Status.ENVIRONMENT_FAILURE, Status.OK)
+    assert "answers others: policy: cannot take this prompt" in first.metadata["detail"]
+
+
+def test_turns_of_the_environment_are_appended_and_not_trained_on(store, engine, tokenizer) -> None:
+    """Prompt ?t0=, the policy's t0, the tool's message ?2= (two characters), the policy's copy."""
+    engine.versions = (3,)
+    grant(store, 1)
+    options = replace(SETTINGS, temperature=0.0)
+    environment = TwoTurns()
+    work(store, engine, environment, tokenizer, written(store, 1), options=options)
+    row = rows(store)[0]
+    assert tokenizer.decode(row.token_ids, skip_special_tokens=False) == "?t0=t0<eos>?2=2<eos>"
+    assert [(t.kind.value, t.start, t.end) for t in row.turns] == [
+        ("prompt", 0, 4),
+        ("model", 4, 7),
+        ("tool", 7, 10),
+        ("model", 10, 12),
+    ]
+    assert row.trainable.tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 2
+    assert row.versions.tolist() == [-1] * 4 + [3] * 3 + [-1] * 3 + [3] * 2
+    assert row.behavior_logprobs[row.trainable].tolist() == [-0.25] * 5
+    assert (row.reward, row.rewards, row.generate_seconds) == (2.0, {"reward": 2.0}, 1.0)
+    assert row.routed_experts.shape == (12, 2, 1)
+    second = [request for request in engine.asked if len(request.prompt_ids) == 10]
+    assert list(second[0].prompt_ids) == row.token_ids[:10].tolist(), "the whole context, token by token"
+    assert len({request.affinity for request in engine.asked}) == 1
+
+
+def test_an_environment_that_no_process_can_hold_ends_the_worker(store, engine, tokenizer) -> None:
+    grant(store, 1)
+    environment = CopyEnvironment(Options(unloadable=True))
+    with pytest.raises(ScoringError, match="environment.size: cannot be had here"):
+        work(store, engine, environment, tokenizer, lambda: False)
 
 
 def test_a_renewal_under_way_when_the_worker_ends_does_not_outlive_its_release(
@@ -246,7 +318,7 @@ def test_a_renewal_under_way_when_the_worker_ends_does_not_outlive_its_release(
     async def main():
         stop, standing = asyncio.Event(), lambda: 1000.0
         options = replace(SETTINGS, lease_seconds=0.03)
-        worker = RolloutWorker(store, Silent(), environment, tokenizer, options, "w", clock=standing)
+        worker = worker_of(store, Silent(), environment, tokenizer, options, clock=standing)
         renew = worker._book.renew
 
         def held(claim):
@@ -278,7 +350,7 @@ def test_a_segment_under_way_when_the_worker_is_cancelled_is_not_written_again(
     writing, let, written_once = threading.Event(), threading.Event(), threading.Event()
 
     async def main():
-        worker = RolloutWorker(store, engine, environment, tokenizer, SETTINGS, "w")
+        worker = worker_of(store, engine, environment, tokenizer)
         append = worker._writer.append
 
         def held(rows):
@@ -305,7 +377,7 @@ def test_a_segment_under_way_when_the_worker_is_cancelled_is_not_written_again(
 def test_aborted_answers_are_asked_again_with_another_seed(
     store, make_engine, environment, tokenizer
 ) -> None:
-    engine = make_engine(abort=2)
+    engine = make_engine(abort=8)  # two tries of four members
     grant(store, 1)
     work(store, engine, environment, tokenizer, written(store, 1))
     assert {row.status for row in rows(store)} == {Status.OK}
@@ -329,7 +401,7 @@ def test_an_answer_aborted_every_time_is_an_environment_failure(
 def test_a_failing_engine_is_retried_then_named(store, make_engine, environment, tokenizer) -> None:
     grant(store, 1)
     patient = replace(SETTINGS, engine_timeout_seconds=60.0)
-    work(store, make_engine(fail=2), environment, tokenizer, written(store, 1), options=patient)
+    work(store, make_engine(fail=6), environment, tokenizer, written(store, 1), options=patient)
     assert len(rows(store)) == 4
     grant(store, 2)
     with pytest.raises(WorkerError, match="engine policy failed for 0 s.*out of order"):
@@ -428,7 +500,7 @@ def test_one_worker_answers_an_evaluation(store, make_engine, environment, token
 
     async def main():
         stop = asyncio.Event()
-        workers = [RolloutWorker(store, e, environment, tokenizer, SETTINGS, e.name) for e in engines]
+        workers = [worker_of(store, e, environment, tokenizer) for e in engines]
         tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
         await until(lambda: sum(worker._evaluations for worker in workers) == 1 and written(store, 8)())
         stop.set()
@@ -469,7 +541,7 @@ class MortalStore(Store):
     steps=st.lists(st.integers(0, 2), min_size=5, max_size=5),
 )
 def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
-    make_engine, make_environment, tokenizer, lives, steps
+    make_engine, tokenizer, lives, steps
 ) -> None:
     """Workers die at random writes, plans are made in between; in the end every group is there once."""
     url = f"memory://{uuid.uuid4().hex}"
@@ -477,7 +549,7 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     groups, now, step = 9, [1000.0], 0
     grant(store, groups)
     selection = SelectionSettings(target_trajectories=6)
-    environment = make_environment()
+    environment = CopyEnvironment()
 
     def plan_some(count: int) -> None:
         nonlocal step

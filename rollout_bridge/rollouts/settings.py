@@ -1,0 +1,60 @@
+"""The settings of a worker. They have no defaults: those are in the config's schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_bridge.errors import ExpectedError
+
+
+class WorkerError(ExpectedError, RuntimeError):
+    """A worker cannot go on; the message names what it waited for and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """How a worker samples, and how patient it is. Seconds throughout.
+
+    run_seed: of all sampling seeds of the run. group_size: episodes of each prompt (GRPO's G).
+    max_tokens: generated tokens of one turn. max_turns: turns of the policy in one episode.
+    max_length: tokens of one episode in all. episode_seconds: wall time of one training episode.
+    temperature: of training episodes; 0 is greedy.
+    stop_ids: tokens that end a turn; empty: the tokenizer's end-of-sequence token.
+    task_tries: of a task that cannot be read or an episode that fails, before it is recorded as failed.
+    max_concurrent_groups: groups generated at once; what fills the engine's batch.
+    claim_groups: prompt indices claimed at a time. lease_seconds: of a claim, renewed at a third of it.
+    segment_groups, flush_seconds: a segment is written at that many groups, or that long after the first of
+        them.
+    generate_timeout_seconds: of one call of the engine. abort_retries: of a turn that the engine aborted.
+    engine_timeout_seconds: how long an engine may fail or be unready before the worker gives up.
+    idle_timeout_seconds: how long nothing may be there to do. poll_seconds: between looks at the store.
+    """
+
+    run_seed: int
+    group_size: int
+    max_tokens: int
+    max_turns: int
+    max_length: int
+    episode_seconds: float
+    temperature: float
+    stop_ids: tuple[int, ...]
+    task_tries: int
+    max_concurrent_groups: int
+    claim_groups: int
+    lease_seconds: float
+    segment_groups: int
+    flush_seconds: float
+    generate_timeout_seconds: float
+    abort_retries: int
+    engine_timeout_seconds: float
+    idle_timeout_seconds: float
+    poll_seconds: float
+
+    def __post_init__(self) -> None:
+        at_least_one = ("group_size", "max_tokens", "max_turns", "max_length", "task_tries")
+        at_least_one += ("max_concurrent_groups", "claim_groups", "segment_groups")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollouts.{name}: {getattr(self, name)} must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"rollouts.temperature: {self.temperature} is negative; 0 is greedy")
