@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
+INHERITED = "JAXTRAIN_SEARCH_PATH"  # environment variable: directories that child processes search too
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -18,13 +20,25 @@ class UnknownReference(ValueError):
 
 
 def search_path(directory: Path) -> None:
-    """Modules in `directory`, that of the config file, can be imported from now on.
+    """Modules in `directory`, that of the config file, can be imported in this process and its children.
 
     It comes last on `sys.path`: a file there never hides a module of Python or of an installed package.
     """
     entry = str(directory.resolve())
-    if entry not in sys.path:
-        sys.path.append(entry)
+    inherited = _inherited()
+    if entry not in inherited:
+        os.environ[INHERITED] = os.pathsep.join([*inherited, entry])
+    _append([entry])
+
+
+def _inherited() -> list[str]:
+    return [entry for entry in os.environ.get(INHERITED, "").split(os.pathsep) if entry]
+
+
+def _append(entries: list[str]) -> None:
+    new = [entry for entry in entries if entry not in sys.path]
+    sys.path += new
+    if new:
         importlib.invalidate_caches()
 
 
@@ -50,6 +64,7 @@ def resolve(reference: str, *, group: str, builtin: Mapping[str, str], kind: str
             f"{kind} {reference!r} is unknown{guess} Known: {', '.join(sorted(names)) or 'none'}. Write one "
             "of your own as module:Name, where the module is a file beside the config file or is installed"
         )
+    _append(_inherited())
     what = f"{kind} {reference!r}" + ("" if target == reference else f" ({target})")
     module_name, _, name = target.partition(":")
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 
-from rollout_bridge.references import UnknownReference, resolve, search_path
+from rollout_bridge.references import INHERITED, UnknownReference, resolve, search_path
 
+ROOT = Path(__file__).parents[2]
 BUILTIN = {"ordered": "collections:OrderedDict", "from_keys": "collections:OrderedDict.fromkeys"}
 
 
@@ -20,6 +23,7 @@ def find(reference: str, builtin: dict[str, str] = BUILTIN) -> object:
 def beside(tmp_path, monkeypatch):
     """A directory as that of a config file, on a search path of its own."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(INHERITED, "")
     search_path(tmp_path)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("reference_under_test")]:
@@ -47,6 +51,16 @@ def test_adding_a_directory_twice_adds_it_once(beside):
     search_path(beside)
     search_path(beside / ".." / beside.name)
     assert sys.path == before
+
+
+def test_a_process_started_from_here_finds_the_file_too(beside):
+    (beside / "reference_under_test.py").write_text("VALUE = 7\n")
+    program = (
+        "from rollout_bridge.references import resolve\n"
+        "print(resolve('reference_under_test:VALUE', group='none', builtin={}, kind='number'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "7", done.stderr
 
 
 def test_an_entry_point_of_an_installed_package_is_a_name(beside):
