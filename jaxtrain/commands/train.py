@@ -73,10 +73,10 @@ def train(
 
     from jaxtrain.data.packing import PackingError
     from jaxtrain.huggingface.errors import HuggingFaceError
-    from jaxtrain.models.config import ModelConfigError
     from jaxtrain.rl.control import EvaluationTimeout
     from jaxtrain.training.checkpoint import CheckpointError
     from jaxtrain.training.context import Stopped, TooManyNonFinite
+    from rollout_bridge.architectures.decoder import ArchitectureError
     from rollout_bridge.trajectories.plan import PlanError
     from rollout_bridge.weights.commit import Superseded
     from rollout_bridge.weights.run import RunError
@@ -84,7 +84,7 @@ def train(
 
     expected = (
         *(StoreError, RunError, PlanError, Superseded, EvaluationTimeout, TooManyNonFinite),
-        *(CheckpointError, ConfigError, ModelConfigError, PackingError, ShardingError, HuggingFaceError),
+        *(CheckpointError, ConfigError, ArchitectureError, PackingError, ShardingError, HuggingFaceError),
     )
     try:
         with naming(*expected):

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from jaxtrain.config.checkpoint import of_a_fleet
 from jaxtrain.config.errors import ConfigError, dotted, explain
 from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, Config, SftConfig
+from rollout_bridge.references import search_path
 
 COMMAND_LINE = "command line"
 SAVED = "config.yaml"  # of a run, in its directory
@@ -64,6 +65,7 @@ def load_config(
     reader: which directories that the config names are looked into.
     Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
     """
+    search_path(Path(path).parent)
     values = _read(Path(path))
     touched: list[tuple[str, ...]] = []
     for override in overrides:

@@ -12,7 +12,7 @@ from jaxtrain.config.fleet import WeightSection
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.context import Context, Progress
 from jaxtrain.training.step import TrainState
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.manifest import Latest
@@ -59,16 +59,14 @@ class Publications:
         """Creates or joins the run and takes it over: any earlier trainer of it is fenced from here on."""
         config = context.config
         assert isinstance(config, AsyncGrpoConfig)
-        shapes = {source.name: source.shape for source in names.tensors(context.hf_config)}
         plan = plan_for(
-            shapes,
-            architecture=context.hf_config["model_type"],
+            architectures.tensors(context.definition.config),
             serving=ServingLayout(
                 tensor_parallel=config.weights.tensor_parallel,
                 data_parallel=config.weights.data_parallel,
                 expert_parallel=config.weights.expert_parallel,
             ),
-            head_dim=context.hf_config.get("head_dim"),
+            head_dim=context.definition.config.head_dim,
         )
         mine = RunInfo.new(context.hf_config, plan, tokenizer=tokenizer_files(context.tokenizer_dir))
         if processes.process_index() == 0:

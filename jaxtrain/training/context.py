@@ -171,7 +171,9 @@ def open_context(config: ExperimentConfig, run_dir: Path) -> Context:
     given = Path(config.model.checkpoint) if config.model.checkpoint is not None else None
     if given is not None and checkpoints.latest() is not None:
         given = run_dir  # what it began with is in it now: the directory named may be gone
-    start = open_model(given) if given is not None and given != run_dir else None
+    start = None
+    if given is not None and given != run_dir:
+        start = open_model(given, architecture=config.model.architecture)
     tokenizer_dir = ensure_tokenizer(config, environment, run_dir, given)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     given_config = start.hf_config if start is not None else read_config(run_dir) if given else None

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_bridge import names
-from rollout_bridge.names import TensorSource
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, to_json_bytes
 from rollout_bridge.weights.canonical import TensorSpec, canonical_tensors
@@ -59,7 +59,7 @@ class RunInfo:
     @functools.cached_property
     def sources(self) -> tuple[TensorSource, ...]:
         """Where each Hugging Face tensor comes from in the trainer's parameters."""
-        return names.tensors(self.hf_config)
+        return architectures.tensors(self.hf_config)
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorSpec]:
