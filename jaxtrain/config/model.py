@@ -24,14 +24,7 @@ from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
 from rollout_bridge import architectures
 from rollout_bridge.architectures import ArchitectureError, DecoderConfig
 
-# Fields that say how to compute, not what: no config.json has them.
-NUMERICS = (
-    "compute_dtype",
-    "expert_implementation",
-    "attention_implementation",
-    "remat",
-    "replay_threshold",
-)
+DECODER = frozenset(item.name for item in dataclasses.fields(DecoderConfig))
 
 
 class ModelSection(Section):
@@ -133,8 +126,8 @@ class ModelSection(Section):
     def _reads(self) -> Self:
         """Every field of the architecture is there, and none of another's."""
         own = {item.name for item in architectures.find(self.architecture).fields}
-        decoder = {item.name for item in dataclasses.fields(DecoderConfig)} - {"architecture"}
-        given = {name for name in decoder & set(type(self).model_fields) if getattr(self, name) is not None}
+        names = (DECODER - {"architecture"}) & type(self).model_fields.keys()
+        given = {name for name in names if getattr(self, name) is not None}
         stray = sorted(given - own)
         if stray:
             raise rejection(
@@ -192,7 +185,8 @@ class ModelSection(Section):
     @property
     def numerics(self) -> dict[str, Any]:
         """How this section computes, for `ModelConfig.from_hf`."""
-        return {name: getattr(self, name) for name in NUMERICS}
+        names = type(self).model_fields.keys() - DECODER - {"preset", "checkpoint"}
+        return {name: getattr(self, name) for name in names}
 
     def hf_config(
         self, *, vocab_size: int, eos_token_id: int | Sequence[int], pad_token_id: int | None

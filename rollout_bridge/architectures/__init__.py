@@ -69,11 +69,15 @@ def examine(hf_config: HfConfig) -> tuple[DecoderConfig | None, list[str]]:
 
     No decoder without problems; one with problems may still say which tensors are meant.
     """
+    key = REFERENCE if hf_config.get(REFERENCE) is not None else "model_type"
+    name = hf_config.get(key)
+    if not isinstance(name, str):
+        return None, [f"{key}: {name!r} is not a name such as {next(iter(BUILTIN))!r}"]
     try:
-        name = _name(hf_config)
-        return base.examine(find(name), name, hf_config)
+        family = find(name)
     except ArchitectureError as error:
-        return None, [f"config.json: {error}"]
+        return None, [f"{key}: {error}"]
+    return base.examine(family, name, hf_config)
 
 
 def read(hf_config: HfConfig) -> DecoderConfig:
@@ -115,7 +119,7 @@ def duplicates(decoder: DecoderConfig) -> dict[str, str]:
 
 def class_name(hf_config: HfConfig) -> str:
     """Name of the Hugging Face class of `hf_config`, such as ``Glm4MoeForCausalLM``."""
-    return find(_name(hf_config)).class_name
+    return find(read(hf_config).architecture).class_name
 
 
 def to_tree(hf_config: HfConfig, get: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
@@ -126,10 +130,3 @@ def to_tree(hf_config: HfConfig, get: Callable[[str], np.ndarray]) -> dict[str, 
 def from_tree(hf_config: HfConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, tensor view) from stacked parameters by path: the inverse of `to_tree`."""
     return unstack(tensors(hf_config), params)
-
-
-def _name(hf_config: HfConfig) -> str:
-    name = hf_config.get(REFERENCE) or hf_config.get("model_type")
-    if not isinstance(name, str):
-        raise ArchitectureError(f"model_type is {name!r}, expected a name such as {next(iter(BUILTIN))!r}")
-    return name

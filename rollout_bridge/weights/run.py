@@ -89,6 +89,8 @@ class RunInfo:
                 raise RunError(f"{where}: {name} is {data.get(name)!r}, expected {kind.__name__}")
         if not all(_is_file_name(k) and isinstance(v, str) for k, v in data["tokenizer"].items()):
             raise RunError(f"{where}: tokenizer maps plain file names to their text; another entry was found")
+        if problems := architectures.examine(data["hf_config"])[1]:
+            raise RunError(f"{where}: hf_config: {'; '.join(problems)}")
         try:
             plan = QuantizationPlan.from_json(data.get("quantization_plan") or {})
         except ValueError as error:
