@@ -53,9 +53,7 @@ def find(name: str) -> Architecture:
     except references.UnknownReference as error:
         raise ArchitectureError(str(error)) from error
     if not isinstance(found, Architecture):
-        raise ArchitectureError(
-            f"architecture {name!r}: is {found!r}, expected a {Architecture.__qualname__}"
-        )
+        raise ArchitectureError(f"architecture {name!r}: is {found!r}, expected an Architecture")
     return found
 
 

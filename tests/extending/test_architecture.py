@@ -30,6 +30,8 @@ from rollout_bridge.references import INHERITED, search_path
 from rollout_bridge.store import Store
 from rollout_bridge.weights import run as runs
 from rollout_bridge.weights.chain import read_latest
+from rollout_bridge.weights.mirror import Mirror
+from rollout_bridge.weights.subscriber import Subscriber
 from tests.jaxtrain.models.forward import forward, tokens_of
 from tests.jaxtrain.models.reference import random_model
 
@@ -136,6 +138,14 @@ def jaxtrain(*arguments: str | Path, here: Path = EXAMPLES) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def loaded_by_transformers(directory: Path) -> None:
+    """It is an ordinary directory: every tensor has its place, and nothing of ours is in config.json."""
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert REFERENCE not in json.loads((directory / "config.json").read_text())
+
+
 def test_trained_published_exported_and_imported(tmp_path):
     run = tmp_path / "mixtral"
     jaxtrain("quickstart", "--config", CONFIG, f"runs_dir={tmp_path}", here=tmp_path)
@@ -145,12 +155,12 @@ def test_trained_published_exported_and_imported(tmp_path):
     assert latest is not None and latest.step == 4  # two supervised and two RL steps
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in info.plan.formats
 
-    jaxtrain("export", run, tmp_path / "exported", "--format", "f32", "--architecture", NAME)
-    assert REFERENCE not in json.loads((tmp_path / "exported" / "config.json").read_text())
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
-    assert type(model).__name__ == "MixtralForCausalLM"
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    subscriber = Subscriber(store, Mirror(tmp_path / "mirror"))
+    subscriber.advance()
+    loaded_by_transformers(subscriber.mirror.materialize(tmp_path / "engine", "bf16"))
 
+    jaxtrain("export", run, tmp_path / "exported", "--format", "f32", "--architecture", NAME)
+    loaded_by_transformers(tmp_path / "exported")
     jaxtrain("import", tmp_path / "exported", tmp_path / "imported", "--architecture", NAME)
     config = load_config(CONFIG, [f"model={{checkpoint: {tmp_path / 'imported'}}}"])
     assert (config.model.architecture, config.model.moe_intermediate_size) == (NAME, 128)
