@@ -47,7 +47,7 @@ import numpy as np
 import zstandard
 from safetensors import safe_open
 
-from rollout_bridge import delta
+from rollout_bridge import architectures, delta
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.store import Store
@@ -129,8 +129,7 @@ def saved_versions(directory: Path) -> Case:
         raise SystemExit(f"{directory}: holds fewer than two Hugging Face directories, nor a run's store/")
     old, new = (_tensors(path) for path in found)
     config = json.loads((found[0] / "config.json").read_text())
-    shapes = {name: value.shape for name, value in old.items()}
-    plan = plan_for(shapes, architecture=config["model_type"], serving=None)
+    plan = plan_for(architectures.tensors(config), serving=None)
     bf16 = [(old[name], new[name]) for name in old]
     fp8: list[Pair] = []
     for name, pair in zip(old, bf16, strict=True):

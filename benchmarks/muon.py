@@ -50,6 +50,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.model import ModelSection
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define, initialize
 from jaxtrain.models.flops import training_flops
 from jaxtrain.optim import newton_schulz
@@ -225,7 +226,7 @@ def measure_experts(*, repeats: int) -> dict[str, Any]:
 def measure_quickstart(*, repeats: int) -> dict[str, Any]:
     """The model that `make quickstart` trains, with a microbatch of its size; two of them make a batch."""
     config = load_config(QUICKSTART, ())
-    definition = define(config.model.decoder(vocab_size=64))
+    definition = define(ModelConfig.of(config.model.decoder(vocab_size=64), **config.model.numerics))
     values = initialize(definition.config, seed=0)
     params = {path: value for path, value in values.items() if path not in definition.buffers}
     found = measure(params, {"microbatch": microbatch_program(definition, values, config)}, repeats=repeats)
@@ -322,7 +323,7 @@ def topology(name: str, *, preset: str, layers: int) -> dict[str, Any]:
     from jaxtrain.training.trainer import sharded_shapes
 
     section = {"preset": preset, "num_hidden_layers": layers}
-    definition = define(ModelSection.model_validate(section).decoder(vocab_size=151_552))
+    definition = define(ModelConfig.of(ModelSection.model_validate(section).decoder(vocab_size=151_552)))
     mesh = MeshSpec(ici={"fsdp": -1, "expert": 4, "tensor": 4}).topology(name)
     config = MuonConfig(iteration_dtype="bfloat16")
     layouts = muon_layouts(OptimizerConfig(muon=config), sharded_shapes(definition, mesh))
@@ -337,7 +338,9 @@ def topology(name: str, *, preset: str, layers: int) -> dict[str, Any]:
 
 def scale() -> dict[str, dict[str, float]]:
     """Muon's part of the operations of a step of GLM-4.5, by preset and by devices x tokens a device."""
-    definition = define(ModelSection.model_validate({"preset": "glm-4.5"}).decoder(vocab_size=151_552))
+    definition = define(
+        ModelConfig.of(ModelSection.model_validate({"preset": "glm-4.5"}).decoder(vocab_size=151_552))
+    )
     params = {path: leaf for path, leaf in definition.shapes.items() if path not in definition.buffers}
     flops = training_flops(definition).at_length(4096)
     return {

@@ -43,8 +43,8 @@ from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build
-from rollout_bridge import delta, names
-from rollout_bridge.names import TensorSource
+from rollout_bridge import delta
+from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, plan_for
 
@@ -94,15 +94,14 @@ def read(directory: Path) -> Model:
     definition = define(ModelConfig.from_hf(saved.hf_config, compute_dtype="float32"))
     here = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
     arrays = saved.load(definition.shapes, dict.fromkeys(definition.shapes, here))
-    sources = tuple(names.tensors(saved.hf_config))
-    shapes = {source.name: source.shape for source in sources}
+    sources = tuple(architectures.tensors(saved.hf_config))
     return Model(
         name=directory.name,
         definition=definition,
         params={path: value for path, value in arrays.items() if path not in definition.buffers},
         buffers={path: value for path, value in arrays.items() if path in definition.buffers},
         sources=sources,
-        plan=plan_for(shapes, architecture=saved.hf_config["model_type"], serving=None),
+        plan=plan_for(sources, serving=None),
         hf_config=saved.hf_config,
     )
 

@@ -44,12 +44,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout_bridge import names
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import paths, stacked_shape
 from rollout_bridge.engines.protocol import KvPolicy, Request, UpdateReport
 from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import generate_payload
 from rollout_bridge.engines.vllm_server import VllmServer, VllmServerSettings
-from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format import run as runs
@@ -105,13 +105,12 @@ def load_model(name: str, smollm2: Path) -> tuple[RunInfo, Params]:
     """A run and its float32 parameters: random ones, or SmolLM2-135M's."""
     random_ones = {"tiny_glm_moe": TINY_GLM_MOE, "wide_glm_moe": WIDE_GLM_MOE}
     config = random_ones.get(name) or json.loads((smollm2 / "config.json").read_text())
-    shapes = {source.name: source.shape for source in names.tensors(config)}
-    run = RunInfo.new(config, plan_for(shapes, architecture=config["model_type"], serving=None))
+    run = RunInfo.new(config, plan_for(architectures.tensors(config), serving=None))
     if name == "smollm2":
         from safetensors.torch import load_file
 
         file = load_file(smollm2 / "model.safetensors")
-        tree = names.to_tree(config, lambda tensor: file[tensor].float().numpy())
+        tree = architectures.to_tree(config, lambda tensor: file[tensor].float().numpy())
         return run, {path: jnp.asarray(array) for path, array in tree.items()}
     random = np.random.default_rng(0)
     params = {}

@@ -39,8 +39,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout_bridge import names
-from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import paths, stacked_shape
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format import run as runs
@@ -75,6 +75,10 @@ def config(*, layers: int, experts: int, hidden: int, intermediate: int) -> dict
         "use_qk_norm": True,
         "attention_bias": True,
         "max_position_embeddings": 4096,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "routed_scaling_factor": 1.0,
     }
 
 
@@ -167,8 +171,7 @@ def main() -> None:
         hidden=options.hidden,
         intermediate=options.intermediate,
     )
-    shapes = {source.name: source.shape for source in names.tensors(hf_config)}
-    run = RunInfo.new(hf_config, plan_for(shapes, architecture="glm4_moe", serving=None))
+    run = RunInfo.new(hf_config, plan_for(architectures.tensors(hf_config), serving=None))
     random = np.random.default_rng(0)
     params = {
         path: 0.02 * random.standard_normal(stacked_shape(group), np.float32)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.presets import MODEL_PRESETS
-from rollout_bridge import names
+from jaxtrain.config.model import ModelSection
+from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import BLOCK, Format, ServingLayout, plan_for
 
 GLM_VOCABULARY = 151_552
@@ -132,13 +132,13 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
 
     stacked: a layer's experts count as 4 tensors (two matrices, two scales) instead of each for itself.
     """
-    config = MODEL_PRESETS["glm4_5_355b"] | {"model_type": "glm4_moe", "vocab_size": GLM_VOCABULARY}
-    config["num_nextn_predict_layers"] = 0
-    shapes = {source.name: source.shape for source in names.tensors(config)}
+    section = ModelSection.model_validate({"preset": "glm-4.5", "num_nextn_predict_layers": 0})
+    model = section.decoder(vocab_size=GLM_VOCABULARY)
+    sources = architectures.tensors(model)
     layout = ServingLayout(tensor_parallel=ranks, expert_parallel=True)
-    plan = plan_for(shapes, architecture="glm4_moe", serving=layout)
+    plan = plan_for(sources, serving=layout)
     weights = tensors = rank_bytes = rank_tensors = 0.0
-    for name, shape in shapes.items():
+    for name, shape in ((source.name, source.shape) for source in sources):
         size, form = math.prod(shape), plan.formats[name]
         weights += size
         tensors += 1 + (form is Format.fp8_block)
@@ -150,7 +150,7 @@ def glm_4_5(*, delta_bytes_per_weight: float, ranks: int = 8, stacked: bool = Fa
         elif not stacked:
             rank_tensors += 2 / ranks
     if stacked:
-        rank_tensors += 4 * (config["num_hidden_layers"] - config["first_k_dense_replace"])
+        rank_tensors += 4 * model.num_moe_layers
     return Workload(
         full_bytes=2 * weights,
         delta_bytes=delta_bytes_per_weight * weights,

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format
 from rollout_bridge.weights.format.run import RunInfo
@@ -43,7 +43,7 @@ class ServedOracle:
         """What is computed with, of float32 master weights: BF16, by FP8 blocks where the plan says."""
         tensors: Weights = {}
         arrays = {path: np.asarray(params[path]) for path in self.definition.shapes}
-        for name, tensor in names.from_tree(self._run.hf_config, arrays):
+        for name, tensor in architectures.from_tree(self._run.hf_config, arrays):
             if self._run.plan.formats[name] is Format.f32:
                 tensors[name] = tensor
                 continue
@@ -51,7 +51,7 @@ class ServedOracle:
             if self._run.plan.formats[name] is Format.fp8_block:
                 bits = host.dequantize_block_fp8(*host.quantize_block_fp8(bits), name=name)
             tensors[name] = bits.view(ml_dtypes.bfloat16).astype(np.float32)
-        return names.to_tree(self._run.hf_config, tensors.__getitem__)
+        return architectures.to_tree(self._run.hf_config, tensors.__getitem__)
 
     def logprobs(self, weights: Weights, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """[T], of each token after those before it; that of the first is 0."""

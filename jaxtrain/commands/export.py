@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
-from jaxtrain.commands.import_ import Destination
+from jaxtrain.commands.import_ import Architecture, Destination, search_here
 
 
 class Format(StrEnum):
@@ -35,6 +35,7 @@ def export(
     format: Annotated[
         Format, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
     ] = Format.bf16,
+    architecture: Architecture = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB or 500MB.")] = "5GB",
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks of the engine that will serve fp8: its slices are whole blocks.")
@@ -50,6 +51,7 @@ def export(
     """
     shard_bytes = shard_size(max_shard_size)
     log_to_stderr()
+    search_here(architecture)
     from jaxtrain.huggingface.devices import streaming_mesh
     from jaxtrain.huggingface.export import ExportFormat
     from jaxtrain.huggingface.layout import read_config
@@ -65,6 +67,7 @@ def export(
             destination,
             streaming_mesh(read_config(source)),
             step=step,
+            architecture=architecture,
             export_format=ExportFormat(format.value),
             serving=ServingLayout(tensor_parallel, expert_parallel),
             shard_bytes=shard_bytes,

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.environments import environment_spec
+from rollout_bridge import architectures
 from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.errors import ExpectedError
@@ -143,9 +144,7 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
 
 def moe_layers_of(hf_config: dict[str, Any]) -> tuple[int, ...]:
     """Indices of the layers with routed experts, MTP layers left out."""
-    from jaxtrain.models.config import ModelConfig
-
-    model = ModelConfig.from_hf(hf_config)
+    model = architectures.read(hf_config)
     return tuple(range(model.num_hidden_layers - model.num_moe_layers, model.num_hidden_layers))
 
 

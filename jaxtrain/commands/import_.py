@@ -13,12 +13,28 @@ Source = Annotated[
     Path,
     typer.Argument(help="A Hugging Face directory: config.json, safetensors, tokenizer.", file_okay=False),
 ]
+Architecture = Annotated[
+    str | None,
+    typer.Option(
+        help="Family of your own: module:Name of a file in this directory. (default: the model_type)",
+        show_default=False,
+    ),
+]
 Destination = Annotated[Path, typer.Argument(help="A new directory; it must not be there yet.")]
+
+
+def search_here(architecture: str | None) -> None:
+    """The module of an architecture that the command line names may lie in the current directory."""
+    from rollout_bridge.references import search_path
+
+    if architecture is not None:
+        search_path(Path.cwd())
 
 
 def import_(
     source: Source,
     destination: Destination,
+    architecture: Architecture = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only check config.json, headers and file sizes.")
     ] = False,
@@ -32,11 +48,12 @@ def import_(
     A recipe can also start from SOURCE itself: `model.checkpoint: SOURCE`.
     """
     log_to_stderr()
+    search_here(architecture)
     from jaxtrain.huggingface.checkpoint import open_checkpoint
 
     if check:
         with naming():
-            checkpoint = open_checkpoint(source)
+            checkpoint = open_checkpoint(source, architecture)
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         kind, count = checkpoint.hf_config["model_type"], len(checkpoint.tensors)
         print(f"{source}: ok ({kind}, {count} tensors, {size:,} bytes)")
@@ -49,5 +66,5 @@ def import_(
 
     with naming(ShardingError):
         processes.initialize()
-        import_model(source, destination, streaming_mesh(read_config(source)))
+        import_model(source, destination, streaming_mesh(read_config(source)), architecture=architecture)
     print(f"{destination}: imported; start from it with model.checkpoint={destination}")

@@ -54,7 +54,7 @@ def inspect_model(
         definition = define(config)
         found = {
             "model": name,
-            "architecture": config.model_type,
+            "architecture": config.architecture,
             "vocabulary": config.vocab_size,
             **describe(definition, sequence_length=sequence_length),
         }
@@ -78,7 +78,7 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
     preset = PRESET_ALIASES.get(name, name)
     if preset in MODEL_PRESETS:
         size = vocabulary or PUBLISHED_VOCABULARIES.get(preset, 64)
-        return ModelSection.model_validate({"preset": preset}).decoder(vocab_size=size), None
+        return ModelConfig.of(ModelSection.model_validate({"preset": preset}).decoder(vocab_size=size)), None
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -99,7 +99,8 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
             )
         return ModelConfig.from_hf(given | ({"vocab_size": vocabulary} if vocabulary else {})), None
     experiment = load(path, None, None)
-    return experiment.model.decoder(vocab_size=vocabulary or 64), experiment.optimizer
+    model = experiment.model
+    return ModelConfig.of(model.decoder(vocab_size=vocabulary or 64), **model.numerics), experiment.optimizer
 
 
 def _mesh_sizes(text: str | None) -> dict[str, int]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtrain.config.base import rejection
 from jaxtrain.huggingface.errors import HuggingFaceError
-from jaxtrain.models.architectures.registry import ARCHITECTURES
-from jaxtrain.models.config import ModelConfig, ModelConfigError
+from rollout_bridge import architectures
+from rollout_bridge.architectures import ArchitectureError
 
 FREE = ("rope_theta", "max_position_embeddings")  # no tensor depends on them: longer contexts change them
 
@@ -49,12 +49,14 @@ def fill_from_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
             f"{directory!r} is no directory; name a Hugging Face one, an imported model or runs/NAME",
         )
     try:
-        model = ModelConfig.from_hf(read_model_config(Path(directory)))
-    except (HuggingFaceError, ModelConfigError) as error:
+        given = values.get("architecture")
+        own = given if given not in architectures.BUILTIN else None  # a built-in one is compared below
+        model = architectures.read(read_model_config(Path(directory), own))
+    except (HuggingFaceError, ArchitectureError) as error:
         raise rejection("checkpoint", str(error)) from error
-    architecture = ARCHITECTURES[model.model_type]
-    own = {item.name: getattr(model, item.name) for item in architecture.fields if item.name != "vocab_size"}
-    own["architecture"] = model.model_type
+    fields = architectures.find(model.architecture).fields
+    own = {item.name: getattr(model, item.name) for item in fields if item.name != "vocab_size"}
+    own["architecture"] = model.architecture
     for name, value in own.items():
         if name not in FREE and values.get(name, value) not in (value, None):
             raise rejection(

@@ -65,6 +65,7 @@ def load_config(
     reader: which directories that the config names are looked into.
     Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
     """
+    search_path(Path(path).parent)
     values = _read(Path(path))
     touched: list[tuple[str, ...]] = []
     for override in overrides:

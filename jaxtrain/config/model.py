@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
@@ -20,9 +21,10 @@ from jaxtrain.config.base import (
 )
 from jaxtrain.config.checkpoint import fill_from_checkpoint
 from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
-from jaxtrain.models.architectures.base import REQUIRED, complete
-from jaxtrain.models.architectures.registry import ARCHITECTURES, write_config
-from jaxtrain.models.config import NUMERICS, ModelConfig
+from rollout_bridge import architectures
+from rollout_bridge.architectures import ArchitectureError, DecoderConfig
+
+DECODER = frozenset(item.name for item in dataclasses.fields(DecoderConfig))
 
 
 class ModelSection(Section):
@@ -39,14 +41,16 @@ class ModelSection(Section):
         "gives every field of the architecture; None: random weights",
     )
     architecture: str = setting(
-        "glm4_moe", "family by Hugging Face model_type: what the layers are, and the names of saved tensors"
+        "glm4_moe",
+        "family: a Hugging Face model_type, or module:Name of a file beside the config; what the layers are, "
+        "and the names of saved tensors",
     )
     hidden_size: PositiveInt = required("width D of the residual stream")
     num_hidden_layers: PositiveInt = required("dense and MoE layers together, MTP layers excluded")
-    intermediate_size: PositiveInt = required("hidden width of the dense MLPs")
     num_attention_heads: PositiveInt = required("query heads")
     num_key_value_heads: PositiveInt = required("key/value heads; divides the query heads")
     head_dim: PositiveInt = required("width of one head, independent of hidden_size")
+    intermediate_size: PositiveInt | None = setting(None, "hidden width of the dense MLPs")
     # Of architectures with experts.
     first_k_dense_replace: NonNegativeInt | None = setting(None, "leading layers with a dense MLP")
     moe_intermediate_size: PositiveInt | None = setting(
@@ -111,20 +115,19 @@ class ModelSection(Section):
             values = fill_from_checkpoint(values)
         if values.get("preset") is not None:
             values = _preset(values["preset"]) | values
-        name = values.get("architecture", "glm4_moe")
-        if name not in ARCHITECTURES:
-            raise rejection("architecture", f"{name!r} is not one of {', '.join(ARCHITECTURES)}")
-        usual = {item.name: item.new for item in ARCHITECTURES[name].fields if item.new is not REQUIRED}
+        try:
+            usual = architectures.usual(str(values.get("architecture", "glm4_moe")))
+        except ArchitectureError as error:
+            raise rejection("architecture", str(error)) from error
         missing = {key: value for key, value in usual.items() if values.get(key) is None}
         return values | missing
 
     @model_validator(mode="after")
     def _reads(self) -> Self:
         """Every field of the architecture is there, and none of another's."""
-        architecture = ARCHITECTURES[self.architecture]
-        own = {item.name for item in architecture.fields}
-        decoder = {item.name for other in ARCHITECTURES.values() for item in other.fields}
-        given = {name for name in decoder & set(type(self).model_fields) if getattr(self, name) is not None}
+        own = {item.name for item in architectures.find(self.architecture).fields}
+        names = (DECODER - {"architecture"}) & type(self).model_fields.keys()
+        given = {name for name in names if getattr(self, name) is not None}
         stray = sorted(given - own)
         if stray:
             raise rejection(
@@ -173,22 +176,23 @@ class ModelSection(Section):
             raise rejection(field, problem)
         return self
 
-    def decoder(self, *, vocab_size: int) -> ModelConfig:
-        """The decoder for a vocabulary, in the numerics of this section."""
-        architecture = ARCHITECTURES[self.architecture]
-        values = {item.name: getattr(self, item.name, vocab_size) for item in architecture.fields}
-        return complete(architecture, values, {}, **self.numerics)
+    def decoder(self, *, vocab_size: int) -> DecoderConfig:
+        """The decoder for a vocabulary."""
+        fields = architectures.find(self.architecture).fields
+        own = {item.name: getattr(self, item.name) for item in fields if item.name != "vocab_size"}
+        return architectures.complete(self.architecture, own | {"vocab_size": vocab_size})
 
     @property
     def numerics(self) -> dict[str, Any]:
         """How this section computes, for `ModelConfig.from_hf`."""
-        return {name: getattr(self, name) for name in NUMERICS if hasattr(self, name)}
+        names = type(self).model_fields.keys() - DECODER - {"preset", "checkpoint"}
+        return {name: getattr(self, name) for name in names}
 
     def hf_config(
         self, *, vocab_size: int, eos_token_id: int | Sequence[int], pad_token_id: int | None
     ) -> dict[str, Any]:
         """config.json of this model, as transformers and vLLM load it."""
-        return write_config(self.decoder(vocab_size=vocab_size)) | {
+        return architectures.write(self.decoder(vocab_size=vocab_size)) | {
             "eos_token_id": eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id),
             "pad_token_id": pad_token_id,
         }

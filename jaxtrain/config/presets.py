@@ -1,5 +1,7 @@
 """Named models: the values of `ModelSection` that a `model.preset` fills in. YAML may override any.
 
+What a preset does not say has the usual value of its architecture (glm4_moe unless it names another).
+
 They live here and not in YAML so that an installed package has them.
 """
 
@@ -22,13 +24,6 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 10_000.0,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 512,
     },
     # GLM-4.5 technical report (arXiv 2508.06471), table 1, and the published config.json.
@@ -45,12 +40,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.5,
         "rope_theta": 1_000_000.0,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
         "num_nextn_predict_layers": 1,
     },
@@ -66,13 +56,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 128,
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.5,
         "rope_theta": 1_000_000.0,
         "use_qk_norm": False,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
         "num_nextn_predict_layers": 1,
     },
@@ -88,11 +73,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "n_routed_experts": 128,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "rope_theta": 1_000_000.0,
-        "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40_960,
-        "tie_word_embeddings": False,
     },
     # SmolLM2 (arXiv 2502.02737) and the published config.json.
     "smollm2_135m": {
@@ -104,10 +85,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "head_dim": 64,
         "rope_theta": 100_000.0,
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192,
         "initializer_range": 0.041666666666666664,
-        "tie_word_embeddings": True,
     },
     # As small as tests like them, one an architecture beside nano.
     "tiny_qwen3_moe": {

@@ -44,7 +44,7 @@ def claim_run(config: ExperimentConfig) -> Path:
     return run_dir
 
 
-def differences(saved: Config, given: ExperimentConfig) -> list[tuple[str, Any, Any]]:
+def differences(saved: ExperimentConfig, given: ExperimentConfig) -> list[tuple[str, Any, Any]]:
     """(field, saved value, given value) of each field that differs and must not."""
     if type(saved) is not type(given):
         return [("recipe", saved.recipe, given.recipe)]

@@ -14,9 +14,8 @@ from jaxtrain.huggingface.errors import HuggingFaceError
 from jaxtrain.huggingface.headers import StoredTensor, read_headers
 from jaxtrain.huggingface.layout import is_hugging_face, read_config
 from jaxtrain.huggingface.reading import BLOCK, READABLE, dequantize_rows, read_rows
-from jaxtrain.models.config import ModelConfig, ModelConfigError
-from rollout_bridge import names
-from rollout_bridge.names import NamesError, TensorSource
+from rollout_bridge import architectures
+from rollout_bridge.architectures import ArchitectureError, TensorSource
 from rollout_bridge.quantization.host import scale_shape
 from rollout_bridge.quantization.plan import scale_name
 
@@ -50,25 +49,22 @@ class HuggingFaceCheckpoint:
         return read_rows(tensor, start, stop)
 
 
-def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:
-    """Reads config.json and headers, and compares them.
+def open_checkpoint(directory: Path, architecture: str | None = None) -> HuggingFaceCheckpoint:
+    """Reads config.json and headers, and compares them. architecture: see `layout.read_config`.
 
     Raises `HuggingFaceError` with every problem: unsupported values of config.json, files that are missing or
     truncated, tensors that are missing, too many, of another shape or of another dtype.
     """
     headers = read_headers(directory)
-    config = _as_stored(read_config(directory), headers.tensors)
+    config = _as_stored(read_config(directory, architecture), headers.tensors)
     quantization = config.pop("quantization_config", None)
+    decoder, unsupported = architectures.examine(config)
     problems = _quantization_problems(quantization)
-    sources: tuple[TensorSource, ...] = ()
-    try:
-        sources = names.tensors(config)
-        ModelConfig.from_hf(config)
-    except (ModelConfigError, NamesError) as error:
-        problems += [f"config.json: {line}" for line in str(error).split("; ")]
+    problems += [f"config.json: {line}" for line in unsupported]
+    sources = () if decoder is None else architectures.tensors(decoder)
     problems += headers.problems
-    if sources and headers.tensors:
-        repeated = names.duplicates(config)
+    if decoder is not None and headers.tensors:
+        repeated = architectures.duplicates(decoder)
         if config.get("tie_word_embeddings"):
             repeated = {name: EMBEDDING if first == HEAD else first for name, first in repeated.items()}
         problems += _tensor_problems(
@@ -83,12 +79,13 @@ def open_checkpoint(directory: Path) -> HuggingFaceCheckpoint:
     return HuggingFaceCheckpoint(directory, config, headers.tensors, sources)
 
 
-def read_model_config(directory: Path) -> dict[str, Any]:
+def read_model_config(directory: Path, architecture: str | None = None) -> dict[str, Any]:
     """config.json of either kind of directory, without the MTP layers that it names and no file has.
 
-    Raises `HuggingFaceError` for a config.json that cannot be read; of the files, `open_checkpoint` tells.
+    architecture: see `layout.read_config`. Raises `HuggingFaceError` for a config.json that cannot be read;
+    errors of the other files are `open_checkpoint`'s.
     """
-    config = read_config(directory)
+    config = read_config(directory, architecture)
     if not config.get(NEXT_TOKEN_LAYERS) or not is_hugging_face(directory):
         return config
     return _as_stored(config, read_headers(directory).tensors)
@@ -102,10 +99,13 @@ def _as_stored(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> d
         return config
     without = config | {NEXT_TOKEN_LAYERS: 0}
     try:
-        everything = {source.name for source in names.tensors(config)} | names.duplicates(config).keys()
-        others = {source.name for source in names.tensors(without)}
-    except NamesError:
+        model, other = architectures.read(config), architectures.read(without)
+    except ArchitectureError:
         return config  # an error of the caller, with its other problems
+    everything = {source.name for source in architectures.tensors(model)} | architectures.duplicates(
+        model
+    ).keys()
+    others = {source.name for source in architectures.tensors(other)}
     if not others <= tensors.keys() or tensors.keys() & (everything - others):
         return config
     log.warning(

@@ -21,9 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.huggingface.layout import check_destination, copy_companions, write_config
-from rollout_bridge import names
+from rollout_bridge import architectures
+from rollout_bridge.architectures import DecoderConfig
+from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
 from rollout_bridge.files import whole_directory
-from rollout_bridge.names.base import TensorSource, leading_shape, paths
 from rollout_bridge.quantization.host import quantize_block_fp8, scale_shape
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, ServingLayout, plan_for, scale_name
 from rollout_bridge.safetensors_files import TensorOutput, write_tensors
@@ -58,8 +59,9 @@ def export(
     Raises `DestinationError` if the directory is there already or the disk has no room. A failure leaves
     nothing behind.
     """
-    sources = names.tensors(hf_config)
-    plan = _plan(hf_config, sources, export_format, serving or ServingLayout())
+    decoder = architectures.read(hf_config)
+    sources = architectures.tensors(decoder)
+    plan = _plan(decoder, sources, export_format, serving or ServingLayout())
     outputs = list(_outputs(sources, plan, parameter))
     with ExitStack() as stack:
         if processes.process_index() == 0:
@@ -76,28 +78,25 @@ def export(
 
 
 def _plan(
-    hf_config: Mapping[str, Any],
+    decoder: DecoderConfig,
     sources: Iterable[TensorSource],
     export_format: ExportFormat,
     serving: ServingLayout,
 ) -> QuantizationPlan:
-    shapes = {source.name: source.shape for source in sources}
     if export_format is ExportFormat.F32:
-        return QuantizationPlan(dict.fromkeys(shapes, Format.f32))
-    return plan_for(
-        shapes,
-        architecture=hf_config["model_type"],
-        serving=serving,
-        quantize=export_format is ExportFormat.FP8,
-        head_dim=hf_config.get("head_dim"),
-    )
+        return QuantizationPlan({source.name: Format.f32 for source in sources})
+    quantize = export_format is ExportFormat.FP8
+    return plan_for(sources, serving=serving, quantize=quantize, head_dim=decoder.head_dim)
+
+
+_OURS = ("torch_dtype", "architectures", architectures.REFERENCE)  # written anew, or for our programs alone
 
 
 def _config(
     hf_config: Mapping[str, Any], plan: QuantizationPlan, export_format: ExportFormat
 ) -> dict[str, Any]:
-    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "architectures")}
-    config["architectures"] = [names.architecture(hf_config)]
+    config = {key: value for key, value in hf_config.items() if key not in _OURS}
+    config["architectures"] = [architectures.class_name(hf_config)]
     config["dtype"] = "float32" if export_format is ExportFormat.F32 else "bfloat16"
     if Format.fp8_block in plan.formats.values():
         config["quantization_config"] = plan.hf_quantization_config()

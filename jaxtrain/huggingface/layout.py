@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.huggingface.errors import HuggingFaceError
+from rollout_bridge.architectures import REFERENCE
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.files import write_whole
 
@@ -54,8 +55,12 @@ def copy_companions(source: Path, destination: Path) -> None:
             shutil.copyfile(path, destination / path.name)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory. Raises `HuggingFaceError`."""
+def read_config(directory: Path, architecture: str | None = None) -> dict[str, Any]:
+    """The config.json of a directory. Raises `HuggingFaceError`.
+
+    architecture: name or `module:Name` of the model's family; None: as a directory of ours says, else the
+    model_type.
+    """
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -65,6 +70,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise HuggingFaceError(directory, [f"{path}: not JSON: {error}"]) from None
     if not isinstance(config, dict):
         raise HuggingFaceError(directory, [f"{path}: holds {type(config).__name__}, expected an object"])
+    if is_hugging_face(directory):
+        config.pop(REFERENCE, None)  # what someone published names no code to run here
+    if architecture not in (None, config.get("model_type")):
+        config[REFERENCE] = architecture
     return config
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint
 from jaxtrain.huggingface.errors import HuggingFaceError
-from rollout_bridge.names.base import TensorSource, leading_shape, paths
+from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from rollout_bridge import names
-from rollout_bridge.names.base import TensorSource, stack
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import TensorSource, stack
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, scale_name
 from rollout_bridge.weights.read.update import Update
@@ -31,7 +31,7 @@ def load(
     Matrices are dequantised exactly (BF16) and kept in `compute_dtype`; the router's bias stays float32. A
     stacked parameter none of whose tensors changed is shared with `old`.
     """
-    sources = names.tensors(hf_config)
+    sources = architectures.tensors(hf_config)
     changed = {source.path for source in sources if _changed(source, update)}
     needed = [source for source in sources if old is None or source.path in changed]
     get = _reader(update.tensor, plan)

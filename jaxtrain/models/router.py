@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.config import ModelConfig, Scoring
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.parameters import Buffer, normal, parameter, zeros
 from jaxtrain.models.replay import choose
+from rollout_bridge.architectures.decoder import Scoring
 
 
 @jax.tree_util.register_dataclass

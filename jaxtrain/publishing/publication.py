@@ -15,7 +15,7 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.progress import Progress
 from jaxtrain.training.run import Run
 from jaxtrain.training.state import TrainState
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.manifest import Latest
@@ -153,16 +153,15 @@ def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
     """
     config, hf_config = run.config, run.start.hf_config
     assert isinstance(config, AsyncGrpoConfig)
-    shapes = {source.name: source.shape for source in names.tensors(hf_config)}
+    model = run.trainable.definition.config
     plan = plan_for(
-        shapes,
-        architecture=hf_config["model_type"],
+        architectures.tensors(model),
         serving=ServingLayout(
             tensor_parallel=config.weights.tensor_parallel,
             data_parallel=config.weights.data_parallel,
             expert_parallel=config.weights.expert_parallel,
         ),
-        head_dim=hf_config.get("head_dim"),
+        head_dim=model.head_dim,
     )
     mine = RunInfo.new(hf_config, plan, tokenizer=tokenizer_files(run.start.tokenizer_dir))
     first = processes.process_index() == 0

@@ -65,16 +65,20 @@ class SavedModel:
         return {path: found[key] for path, key in keys.items()}
 
 
-def open_model(directory: Path, step: int | None = None) -> SavedModel:
+def open_model(directory: Path, step: int | None = None, *, architecture: str | None = None) -> SavedModel:
     """Opens either kind of directory; `step` chooses among a run's checkpoints, None is the newest.
+
+    architecture: see `layout.read_config`.
 
     Raises `HuggingFaceError` or `CheckpointError` with everything that is wrong, before memory is taken.
     """
     if is_hugging_face(directory):
-        published = open_checkpoint(directory)
+        published = open_checkpoint(directory, architecture)
         return SavedModel(directory, published.hf_config, published=published)
     return SavedModel(
-        directory, read_config(directory), reader=CheckpointReader(directory / CHECKPOINTS, step)
+        directory,
+        read_config(directory, architecture),
+        reader=CheckpointReader(directory / CHECKPOINTS, step),
     )
 
 
@@ -89,13 +93,13 @@ def parameter_source(
     return parameter
 
 
-def import_model(source: Path, destination: Path, mesh: Mesh) -> Path:
+def import_model(source: Path, destination: Path, mesh: Mesh, *, architecture: str | None = None) -> Path:
     """Writes a directory of ours from a Hugging Face one, through the devices of `mesh`, and returns it.
 
     A directory that cannot be imported or written is refused before memory is taken. A failure leaves nothing
     behind. All processes of the mesh call it.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, architecture)
     definition = define(ModelConfig.from_hf(checkpoint.hf_config))
     shardings = parameter_shardings(definition, mesh)
     nbytes = sum(shape.size * shape.dtype.itemsize for shape in definition.shapes.values())
@@ -127,12 +131,13 @@ def export_model(
     mesh: Mesh,
     *,
     step: int | None = None,
+    architecture: str | None = None,
     export_format: ExportFormat = ExportFormat.BF16,
     serving: ServingLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a Hugging Face directory from either kind of directory; see `export.export` and `open_model`."""
-    model = open_model(source, step)
+    model = open_model(source, step, architecture=architecture)
     definition = define(ModelConfig.from_hf(model.hf_config))
     shardings = parameter_shardings(definition, mesh)
     return export(

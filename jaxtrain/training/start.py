@@ -42,7 +42,9 @@ def open_start(config: ExperimentConfig, run_dir: Path, *, resumed: bool, texts:
     given = Path(config.model.checkpoint) if config.model.checkpoint is not None else None
     if given is not None and resumed:
         given = run_dir
-    weights = open_model(given) if given is not None and given != run_dir else None
+    weights = None
+    if given is not None and given != run_dir:
+        weights = open_model(given, architecture=config.model.architecture)
     directory = ensure_tokenizer(config, run_dir, given, texts)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     given_config = weights.hf_config if weights is not None else read_config(run_dir) if given else None

@@ -6,9 +6,10 @@ import dataclasses
 import enum
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from rollout_bridge.architectures.tensors import Role, TensorSource
 
 BLOCK = (128, 128)
 
@@ -101,79 +102,52 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-# Tensors that stay unquantised in every layout. Matched against the whole name.
-_ALWAYS_FLOAT32 = re.compile(r".*\.e_score_correction_bias")
-_ALWAYS_BF16 = re.compile(
-    # eh_proj joins the next-token-prediction layer to the model.
-    r"(.*\.)?(embed_tokens|lm_head|shared_head\.head|mlp\.gate|eh_proj)\.weight"
-    r"|.*norm\.weight|.*\.bias"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """Matrices that the engine runs as one layer, and therefore quantises all or none."""
-
-    module: str  # the name vLLM gives the layer; of experts, what modules_to_not_convert lists
-    role: str  # "qkv", "gate_up", "row" or "experts"
-    names: tuple[str, ...]
-
-
 def plan_for(
-    shapes: Mapping[str, tuple[int, ...]],
+    sources: Iterable[TensorSource],
     *,
-    architecture: str,
     serving: ServingLayout | None,
     quantize: bool = True,
     head_dim: int | None = None,
 ) -> QuantizationPlan:
-    """Plan for the tensors `shapes` (Hugging Face name -> shape) of `architecture` (`model_type` of
-    config.json).
+    """Plan for the tensors of a checkpoint, by the role that its architecture gives each.
 
-    Embedding, head, router, norms and biases are BF16, the router's correction bias float32, every other
-    matrix block FP8 unless an engine with the `serving` layout cannot take the layer it belongs to in
-    128-blocks; then the whole layer is BF16 and listed in modules_to_not_convert. `serving=None` is for
-    engines that are given dequantised BF16 weights: no layer is refused. `head_dim` tells how far key and
-    value heads can be split before they are replicated (more ranks than key/value heads); without it they are
-    taken to split evenly. `quantize=False`: everything BF16.
+    A matrix of a role that engines quantise is block FP8, unless an engine with the `serving` layout cannot
+    take its layer in 128-blocks; then the whole layer is BF16 and listed in modules_to_not_convert.
+    `serving=None` is for engines that are given dequantised BF16 weights: no layer is refused. `head_dim`
+    tells how far key and value heads can be split before they are replicated (more ranks than key/value
+    heads); without it they are taken to split evenly. `quantize=False`: everything BF16.
 
     The rule of refusal is vLLM 0.32's (`validate_fp8_block_shape` and its MoE twin). Raises ValueError for a
     layout whose ranks cannot share a layer evenly, which no engine loads in any format.
     """
-    if architecture not in _LAYERS:
-        raise ValueError(f"architecture: no quantization plan for {architecture!r}; known: {sorted(_LAYERS)}")
-    formats = {name: _unquantized_format(name, shape) for name, shape in shapes.items()}
-    unquantized = {_module(name) for name, shape in shapes.items() if len(shape) >= 2}
+    sources = tuple(sources)
+    formats = {source.name: _unquantized_format(source) for source in sources}
+    unquantized = {_module(source.name) for source in sources if len(source.shape) >= 2}
     if not quantize:
         return QuantizationPlan(formats, BLOCK, tuple(sorted(unquantized)))
-    refused_modules: set[str] = set()
-    candidates = [
-        name for name, shape in shapes.items() if len(shape) == 2 and not _ALWAYS_BF16.fullmatch(name)
-    ]
-    for layer in _LAYERS[architecture](candidates):
+    refused_experts: set[str] = set()
+    for layer in _layers(sources):
         if serving is not None:
-            _check_even(layer, shapes, serving, head_dim)
-            if not _accepts(layer, shapes, serving, head_dim):
-                refused_modules.add(layer.module)
+            _check_even(layer, serving, head_dim)
+            if not _accepts(layer, serving, head_dim):
+                if layer[0].role in _EXPERT:
+                    refused_experts.add(_experts_module(layer[0].name))
                 continue
-        for name in layer.names:
-            formats[name] = Format.fp8_block
+        formats |= dict.fromkeys((source.name for source in layer), Format.fp8_block)
     quantized = {_module(name) for name, chosen in formats.items() if chosen is Format.fp8_block}
     plain = {module for module in unquantized - quantized if ".experts." not in module}
-    experts = {module for module in refused_modules if module.endswith(".experts")}
-    return QuantizationPlan(formats, BLOCK, tuple(sorted(plain | experts)))
+    return QuantizationPlan(formats, BLOCK, tuple(sorted(plain | refused_experts)))
 
 
 def check_servable(
     plan: QuantizationPlan,
-    shapes: Mapping[str, tuple[int, ...]],
+    sources: Iterable[TensorSource],
     *,
-    architecture: str,
     serving: ServingLayout,
     head_dim: int | None = None,
 ) -> None:
     """Raises ValueError naming a matrix that an FP8 engine of this layout refuses."""
-    mine = plan_for(shapes, architecture=architecture, serving=serving, head_dim=head_dim)
+    mine = plan_for(sources, serving=serving, head_dim=head_dim)
     refused = [
         name
         for name, chosen in plan.formats.items()
@@ -187,36 +161,47 @@ def check_servable(
         )
 
 
-def _check_even(
-    layer: _Layer, shapes: Mapping[str, tuple[int, ...]], serving: ServingLayout, head_dim: int | None
-) -> None:
-    ranks = serving.expert_slices if layer.role == "experts" else serving.tensor_parallel
-    for name in layer.names:
-        rows, columns = shapes[name]
-        size = columns if layer.role == "row" or name.endswith("down_proj.weight") else rows
-        unit = "rows or columns"
-        if layer.role == "qkv" and head_dim is not None:
+# Matrices that the engine runs as one layer, and therefore quantises all or none; all of one role, but for
+# experts.
+_Layer = tuple[TensorSource, ...]
+_EXPERT = (Role.EXPERT_IN, Role.EXPERT_OUT)
+_COLUMNS_SPLIT = (Role.ROW, Role.EXPERT_OUT)
+
+
+def _layers(sources: Iterable[TensorSource]) -> list[_Layer]:
+    """Query, key and value are merged, gate and up are merged, experts of a layer are fused, as in vLLM."""
+    grouped: dict[tuple[str, Role], list[TensorSource]] = {}
+    for source in sources:
+        if source.role in (Role.BF16, Role.FLOAT32):
+            continue
+        module = _module(source.name)
+        if source.role in _EXPERT:
+            key = (_experts_module(source.name), Role.EXPERT_IN)
+        else:
+            key = (module if source.role is Role.ROW else module.rpartition(".")[0], source.role)
+        grouped.setdefault(key, []).append(source)
+    return [tuple(layer) for layer in grouped.values()]
+
+
+def _check_even(layer: _Layer, serving: ServingLayout, head_dim: int | None) -> None:
+    ranks = serving.expert_slices if layer[0].role in _EXPERT else serving.tensor_parallel
+    for source in layer:
+        size, unit = _split(source), "rows or columns"
+        if source.role is Role.QKV and head_dim is not None:
             size, unit = size // head_dim, "heads"
-            if name != layer.names[0] and ranks % size == 0:
+            if source is not layer[0] and ranks % size == 0:
                 continue  # key and value heads are repeated
         if size % ranks:
-            raise ValueError(f"{serving}: {ranks} ranks cannot share the {size} {unit} of {name}")
+            raise ValueError(f"{serving}: {ranks} ranks cannot share the {size} {unit} of {source.name}")
 
 
-def _accepts(
-    layer: _Layer, shapes: Mapping[str, tuple[int, ...]], serving: ServingLayout, head_dim: int | None
-) -> bool:
-    ranks = serving.tensor_parallel
-    if layer.role == "experts":
-        slices = serving.expert_slices
-        # Gate and up are [expert hidden, model], down is [model, expert hidden]; only the hidden axis is
-        # sliced.
-        hidden = {shapes[name][1 if name.endswith("down_proj.weight") else 0] for name in layer.names}
-        return all(_slices_into_blocks(size, slices) for size in hidden)
-    if layer.role == "row":
-        return ranks == 1 or all(_slices_into_blocks(shapes[name][1], ranks) for name in layer.names)
-    sizes = [shapes[name][0] for name in layer.names]
-    if layer.role == "qkv" and head_dim is not None:
+def _accepts(layer: _Layer, serving: ServingLayout, head_dim: int | None) -> bool:
+    role, ranks, sizes = layer[0].role, serving.tensor_parallel, [_split(source) for source in layer]
+    if role in _EXPERT:
+        return all(_slices_into_blocks(size, serving.expert_slices) for size in set(sizes))
+    if role is Role.ROW:
+        return ranks == 1 or all(_slices_into_blocks(size, ranks) for size in sizes)
+    if role is Role.QKV and head_dim is not None:
         # More ranks than key/value heads: each rank holds one whole head.
         query, key, value = sizes
         sizes = [query, max(key, head_dim * ranks), max(value, head_dim * ranks)]
@@ -225,52 +210,27 @@ def _accepts(
     return all(_slices_into_blocks(size, ranks) for size in sizes)
 
 
+def _split(source: TensorSource) -> int:
+    """Extent of the axis that ranks share."""
+    return source.shape[1 if source.role in _COLUMNS_SPLIT else 0]
+
+
 def _slices_into_blocks(size: int, ranks: int) -> bool:
     return size % ranks == 0 and size // ranks % BLOCK[0] == 0
 
 
-def _merged_layers(names: Iterable[str]) -> list[_Layer]:
-    """Layers as vLLM builds them for Glm4Moe, Qwen3Moe, Qwen3 and Llama.
-
-    Query, key and value are merged, gate and up are merged, experts of a layer are fused.
-    """
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        module = _module(name)
-        parent, _, leaf = module.rpartition(".")
-        if ".experts." in module:
-            key = (module.split(".experts.")[0] + ".experts", "experts")
-        elif leaf in ("q_proj", "k_proj", "v_proj"):
-            key = (f"{parent}.qkv_proj", "qkv")
-        elif leaf in ("gate_proj", "up_proj"):
-            key = (f"{parent}.gate_up_proj", "gate_up")
-        elif leaf in ("o_proj", "down_proj"):
-            key = (module, "row")
-        else:
-            raise ValueError(
-                f"{name}: no rule says how an engine runs this matrix; add it to the layers of its "
-                "architecture in rollout_bridge/quantization/plan.py, or to the tensors that stay BF16"
-            )
-        grouped.setdefault(key, []).append(name)
-    order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
-    return [
-        _Layer(
-            module, role, tuple(sorted(members, key=lambda n: order.get(_module(n).rpartition(".")[2], 0)))
-        )
-        for (module, role), members in grouped.items()
-    ]
-
-
-_LAYERS: dict[str, Callable[[Iterable[str]], list[_Layer]]] = dict.fromkeys(
-    ("glm4_moe", "qwen3_moe", "qwen3", "llama"), _merged_layers
-)
+def _experts_module(name: str) -> str:
+    """What modules_to_not_convert lists for the experts of a layer."""
+    return name.partition(".experts.")[0] + ".experts"
 
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".bias")
 
 
-def _unquantized_format(name: str, shape: tuple[int, ...]) -> Format:
-    if len(shape) > 2:
-        raise ValueError(f"{name}: shape {list(shape)}; Hugging Face tensors here have at most two axes")
-    return Format.f32 if _ALWAYS_FLOAT32.fullmatch(name) else Format.bf16
+def _unquantized_format(source: TensorSource) -> Format:
+    if len(source.shape) > 2:
+        raise ValueError(
+            f"{source.name}: shape {list(source.shape)}; Hugging Face tensors here have at most two axes"
+        )
+    return Format.f32 if source.role is Role.FLOAT32 else Format.bf16

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge import files, names
+from rollout_bridge import architectures, files
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format import run as runs
@@ -28,14 +28,14 @@ from tests.rollout_bridge.weights import tiny
 CONFIG = tiny.CONFIG | {
     "vocab_size": 5, "hidden_size": 3, "intermediate_size": 130, "moe_intermediate_size": 2,
     "n_routed_experts": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2,
+    "partial_rotary_factor": 1.0,
 }  # fmt: skip
 MASKS = {1: 0x7F, 2: 0x7F80, 4: 0x7F800000}
 Bits = dict[str, np.ndarray]
 
 
 def new_run() -> RunInfo:
-    shapes = {source.name: source.shape for source in names.tensors(CONFIG)}
-    return RunInfo.new(CONFIG, plan_for(shapes, architecture="glm4_moe", serving=None))
+    return RunInfo.new(CONFIG, plan_for(architectures.tensors(CONFIG), serving=None))
 
 
 RUN = new_run()

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     validate_fp8_block_shape_moe,
 )
 
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import BLOCK, Format, QuantizationPlan, ServingLayout, plan_for
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.vllm
 COMMON = {
     "model_type": "glm4_moe", "vocab_size": 151552, "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 8, "num_attention_heads": 96, "head_dim": 128, "n_shared_experts": 1,
-    "attention_bias": True, "num_experts_per_tok": 8,
+    "attention_bias": True, "num_experts_per_tok": 4, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
 }  # fmt: skip
 # Two layers of the published config.json of each; four of their 160 and 128 experts.
 MODELS = {
@@ -75,8 +76,7 @@ def experts_take(size: int, serving: ServingLayout, monkeypatch: pytest.MonkeyPa
 
 
 def plan_of(config: dict, serving: ServingLayout) -> QuantizationPlan:
-    shapes = {source.name: source.shape for source in names.tensors(config)}
-    return plan_for(shapes, architecture="glm4_moe", serving=serving, head_dim=config["head_dim"])
+    return plan_for(architectures.tensors(config), serving=serving, head_dim=config["head_dim"])
 
 
 def quantized(plan: QuantizationPlan, part: str) -> bool:

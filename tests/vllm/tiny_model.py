@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rollout_bridge import names
-from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import paths, stacked_shape
 from rollout_bridge.quantization.digest import digest
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.weights.format.manifest import ManifestRef
@@ -61,9 +61,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def run_info() -> RunInfo:
-    shapes = {source.name: source.shape for source in names.tensors(CONFIG)}
-    plan = plan_for(shapes, architecture="glm4_moe", serving=None)
-    return RunInfo.new(CONFIG, plan)
+    return RunInfo.new(CONFIG, plan_for(architectures.tensors(CONFIG), serving=None))
 
 
 def random_tensors(run: RunInfo, seed: int, wanted: Callable[[str], bool] = lambda name: True) -> Tensors:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout_bridge.names import TensorSource
+from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization.host import scale_shape
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, scale_name
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_bridge import names
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.names import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, to_json_bytes
 from rollout_bridge.weights.format.canonical import TensorSpec, canonical_tensors
@@ -60,7 +60,7 @@ class RunInfo:
     @functools.cached_property
     def sources(self) -> tuple[TensorSource, ...]:
         """Where each Hugging Face tensor comes from in the trainer's parameters."""
-        return names.tensors(self.hf_config)
+        return architectures.tensors(self.hf_config)
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -90,6 +90,8 @@ class RunInfo:
                 raise RunError(f"{where}: {name} is {data.get(name)!r}, expected {kind.__name__}")
         if not all(_is_file_name(k) and isinstance(v, str) for k, v in data["tokenizer"].items()):
             raise RunError(f"{where}: tokenizer maps plain file names to their text; another entry was found")
+        if problems := architectures.examine(data["hf_config"])[1]:
+            raise RunError(f"{where}: hf_config: {'; '.join(problems)}")
         try:
             plan = QuantizationPlan.from_json(data.get("quantization_plan") or {})
         except ValueError as error:

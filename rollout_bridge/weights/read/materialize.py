@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.files import sync_directory, whole_directory
 from rollout_bridge.quantization.host import dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, scale_name
@@ -70,8 +70,9 @@ def read_stamp(directory: Path) -> dict[str, Any] | None:
 
 
 def _config(view: MirrorView, engine_format: EngineFormat) -> dict[str, Any]:
-    config = {key: value for key, value in view.run.hf_config.items() if key != "quantization_config"}
-    config.setdefault("architectures", [names.architecture(config)])
+    ours = ("quantization_config", architectures.REFERENCE)
+    config = {key: value for key, value in view.run.hf_config.items() if key not in ours}
+    config.setdefault("architectures", [architectures.class_name(view.run.hf_config)])
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     if engine_format == "fp8" and Format.fp8_block in view.run.plan.formats.values():
         config["quantization_config"] = view.run.plan.hf_quantization_config()

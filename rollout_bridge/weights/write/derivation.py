@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rollout_bridge.names.base import paths, stacked_shape
+from rollout_bridge.architectures.tensors import paths, stacked_shape
 from rollout_bridge.quantization import device
 from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import BLOCK, Format

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from rollout_bridge.names import TensorSource
+from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.format.manifest import BrokenVersion, Kind, Latest, Manifest

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
 from rollout_bridge.delta.classes import ClassRanks, fine_classes
-from rollout_bridge.names import TensorSource
-from rollout_bridge.names.base import leading_shape, paths
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, scale_name
 from rollout_bridge.weights.format.canonical import TensorSpec, specs_of
 from rollout_bridge.weights.write.encoder import Patch

@@ -69,7 +69,9 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
         ),
         (
             "model.architecture=gpt2",
-            "model.architecture: 'gpt2' is not one of glm4_moe, qwen3_moe, qwen3, llama",
+            "model.architecture: architecture 'gpt2' is unknown. Known: glm4_moe, llama, qwen3, qwen3_moe. "
+            "Write one of your own as module:Name, where the module is a file beside the config file or is "
+            "installed",
         ),
         (
             "model={preset: smollm2_135m, n_shared_experts: 1, n_routed_experts: 8}",

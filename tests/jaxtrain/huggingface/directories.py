@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rollout_bridge import names
+from rollout_bridge import architectures
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
 Tensors = dict[str, torch.Tensor]
@@ -38,7 +38,7 @@ def random_tensors(hf_config: dict[str, Any], dtype: torch.dtype, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     return {
         source.name: (0.3 * torch.randn(source.shape, generator=generator)).to(dtype)
-        for source in names.tensors(hf_config)
+        for source in architectures.tensors(hf_config)
     }
 
 
@@ -81,7 +81,7 @@ def same_bytes(first: Tensors, second: Tensors) -> bool:
 
 def stacked(hf_config: dict[str, Any], tensors: Tensors) -> dict[str, np.ndarray]:
     """The parameters these tensors are, float32."""
-    return names.to_tree(hf_config, lambda name: tensors[name].float().numpy())
+    return architectures.to_tree(hf_config, lambda name: tensors[name].float().numpy())
 
 
 def quantized(tensors: Tensors) -> tuple[Tensors, Tensors]:

@@ -21,7 +21,7 @@ from jaxtrain.huggingface.streaming import load_parameters
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings
-from rollout_bridge import names
+from rollout_bridge import architectures
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.huggingface.directories import FP8, GLM, LLAMA, quantized, random_tensors, stacked, write
 
@@ -120,7 +120,7 @@ def test_host_memory_is_bounded_by_a_tensor_not_by_a_stack(tmp_path: Path) -> No
     small = GLM | {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     large = small | {"num_hidden_layers": 7, "n_routed_experts": 16}
     for name, config in (("small", small), ("large", large)):
-        ones = {s.name: torch.ones(s.shape, dtype=torch.bfloat16) for s in names.tensors(config)}
+        ones = {s.name: torch.ones(s.shape, dtype=torch.bfloat16) for s in architectures.tensors(config)}
         write(tmp_path / name, config, ones, shards=2)
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, tmp_path / "small", tmp_path / "large"],

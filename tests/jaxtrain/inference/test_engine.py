@@ -15,7 +15,7 @@ from jaxtrain.inference.engine import EmbeddedEngine, EngineSettings
 from jaxtrain.inference.slots import sample
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define, initialize
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.engines.protocol import EngineError, FinishReason, KvPolicy, Request
 from rollout_bridge.quantization.host import float32_to_bfloat16_bits, quantize_block_fp8
 from rollout_bridge.quantization.plan import Format, ServingLayout, plan_for, scale_name
@@ -23,8 +23,8 @@ from rollout_bridge.rollouts.generation import derive_seed
 from rollout_bridge.weights.read.update import Update
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
-SOURCES = names.tensors(HF_CONFIG)
-PLAN = plan_for({s.name: s.shape for s in SOURCES}, architecture="glm4_moe", serving=ServingLayout())
+SOURCES = architectures.tensors(HF_CONFIG)
+PLAN = plan_for(SOURCES, serving=ServingLayout())
 CONFIG = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32", remat="none")
 EOS = 5
 

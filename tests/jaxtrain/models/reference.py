@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollout_bridge import names
+from rollout_bridge import architectures
 
 
 def random_model(hf_config: dict[str, Any]) -> PreTrainedModel:
@@ -49,5 +49,5 @@ def unfused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def parameters(hf_config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Our parameters by path from the reference's tensors by its own names."""
-    tree = names.to_tree(hf_config, unfused(tensors).__getitem__)
+    tree = architectures.to_tree(hf_config, unfused(tensors).__getitem__)
     return {path: jnp.asarray(value) for path, value in tree.items()}

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from jaxtrain.config.model import ModelSection
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings
 from jaxtrain.optim.optimizer import OptimizerConfig, build
@@ -34,7 +35,9 @@ TABLES = {
 
 def table(preset: str, axes: dict[str, int]) -> str:
     """Parameters and buffers, then the optimizer's state, each with what one device holds."""
-    definition = define(ModelSection.model_validate({"preset": preset}).decoder(vocab_size=VOCABULARY))
+    definition = define(
+        ModelConfig.of(ModelSection.model_validate({"preset": preset}).decoder(vocab_size=VOCABULARY))
+    )
     spec = MeshSpec(axes)
     mesh = spec.abstract(math.prod(axes.values()))
     shardings = parameter_shardings(definition, mesh)

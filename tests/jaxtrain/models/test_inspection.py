@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import PUBLISHED_VOCABULARIES
+from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.inspection import bytes_on_device, describe
 from sharding.mesh import MeshSpec
@@ -29,7 +30,7 @@ from sharding.mesh import MeshSpec
 def test_published_parameter_counts(preset: str, counts: dict[str, float]):
     """In billions, to the digits given."""
     vocabulary = PUBLISHED_VOCABULARIES[preset]
-    config = ModelSection.model_validate({"preset": preset}).decoder(vocab_size=vocabulary)
+    config = ModelConfig.of(ModelSection.model_validate({"preset": preset}).decoder(vocab_size=vocabulary))
     found = describe(define(config), sequence_length=4096)["parameters"]
     mtp = found["parts"].get("mtp", {"held": 0})["held"]
     for name, billions in counts.items():

@@ -16,7 +16,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
-from rollout_bridge import names
+from rollout_bridge import architectures
 from tests.jaxtrain.models.forward import perturbed_parameters, tokens_of
 from tests.jaxtrain.models.reference import unfused
 from tests.jaxtrain.models.tiny import HF_CONFIG
@@ -41,9 +41,9 @@ def test_two_depths_equal_transformers():
             state[f"model.layers.{2 + depth}.{published}"] = value
     definition = define(ModelConfig.from_hf(HF, compute_dtype="float32"))
     params = perturbed_parameters(seed=0, config=definition.config)
-    body = dict(names.from_tree(HF, {path: np.asarray(value) for path, value in params.items()}))
+    body = dict(architectures.from_tree(HF, {path: np.asarray(value) for path, value in params.items()}))
     assert state.keys() <= body.keys()
-    params = {p: jnp.asarray(v) for p, v in names.to_tree(HF, (body | state).__getitem__).items()}
+    params = {p: jnp.asarray(v) for p, v in architectures.to_tree(HF, (body | state).__getitem__).items()}
     rng = np.random.default_rng(1)
     hidden, tokens = rng.normal(size=(2, 9, 64)).astype(np.float32), tokens_of(rng, DEPTHS, 2, 9)
     positions, ones = np.broadcast_to(np.arange(9), (2, 9)), np.ones((2, 9), np.int32)

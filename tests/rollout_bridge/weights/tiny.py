@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rollout_bridge import names
+from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import paths, stacked_shape
 from rollout_bridge.control import Ack
-from rollout_bridge.names.base import paths, stacked_shape
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, plan_for, scale_name
 from rollout_bridge.store import Store, StoreError
@@ -41,13 +41,16 @@ CONFIG = {
     "use_qk_norm": True,
     "attention_bias": True,
     "max_position_embeddings": 128,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "routed_scaling_factor": 1.0,
 }
 Params = dict[str, np.ndarray]
 
 
 def new_run() -> RunInfo:
-    shapes = {source.name: source.shape for source in names.tensors(CONFIG)}
-    plan = plan_for(shapes, architecture="glm4_moe", serving=None)
+    plan = plan_for(architectures.tensors(CONFIG), serving=None)
     return RunInfo.new(CONFIG, plan, tokenizer={"tokenizer.json": '{"version": "1.0"}'})
 
 
@@ -86,7 +89,7 @@ def on_device(tree: Params) -> dict[str, jax.Array]:
 def canonical(run: RunInfo, tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a mirror must hold for `tree`."""
     result = {}
-    for name, tensor in names.from_tree(run.hf_config, tree):
+    for name, tensor in architectures.from_tree(run.hf_config, tree):
         match run.plan.formats[name]:
             case Format.fp8_block:
                 codes, scale = host.quantize_block_fp8(host.float32_to_bfloat16_bits(tensor))

@@ -138,6 +138,11 @@ def test_the_incarnation_only_rises(tmp_path):
     [
         ({"format_version": 9}, "format_version is 9, this program reads 1"),
         ({"hf_config": []}, "hf_config is"),
+        ({"hf_config": {}}, "hf_config: model_type: None is not a name"),
+        (
+            {"hf_config": {"jaxtrain_architecture": "no_such:X"}},
+            "jaxtrain_architecture: .* cannot import no_such",
+        ),
         ({"tokenizer": {"../x": "y"}}, "plain file names"),
         ({"quantization_plan": {}}, "quantization_plan"),
         ({"fingerprint": "0"}, "does not belong to its hf_config and plan"),

@@ -9,7 +9,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, scale_name
 from rollout_bridge.weights.read import materialize
@@ -105,7 +105,7 @@ def test_an_fp8_directory_is_the_canonical_bits_with_a_quantization_config(held,
     assert tensors[quantized].dtype == torch.float8_e4m3fn
     config = json.loads((directory / "config.json").read_text())
     assert config["quantization_config"] == plan.hf_quantization_config()
-    assert config["architectures"] == [names.architecture(tiny.CONFIG)]
+    assert config["architectures"] == [architectures.class_name(tiny.CONFIG)]
 
 
 def test_a_directory_is_stamped_immutable_and_made_once(held, tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rollout_bridge.architectures.tensors import paths
 from rollout_bridge.delta import conditional_entropy_bytes
-from rollout_bridge.names.base import paths
 from rollout_bridge.quantization.host import NonFiniteError
 from rollout_bridge.quantization.plan import scale_name
 from rollout_bridge.store import Store, StoreError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtrain.models.architectures.base import COMMON, DENSE, Architecture, Field, Json
+from rollout_bridge.architectures.base import COMMON, DENSE, Architecture, Field, Json
 
 
 def _refusals(hf_config: Json) -> list[str]:

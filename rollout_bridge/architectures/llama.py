@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtrain.models.architectures.base import COMMON, DENSE, Architecture, Field
+from rollout_bridge.architectures.base import COMMON, DENSE, Architecture, Field
 
 ARCHITECTURE = Architecture(
     model_type="llama",

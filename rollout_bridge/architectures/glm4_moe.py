@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from jaxtrain.models.architectures.base import COMMON, Architecture, Field
-from jaxtrain.models.config import Scoring
+from rollout_bridge.architectures.base import COMMON, Architecture, Field
+from rollout_bridge.architectures.decoder import DecoderConfig, Scoring
+from rollout_bridge.architectures.layers import next_token_prefix
+
+
+def _duplicates(c: DecoderConfig) -> dict[str, str]:
+    """Each layer that predicts further tokens (MTP) repeats embedding and head in published checkpoints.
+
+    Engines take the originals for them (vLLM 0.32, transformers 5), so they are neither needed nor written.
+    """
+    found = {}
+    for depth in range(c.num_nextn_predict_layers):
+        prefix = next_token_prefix(c, depth)
+        found[f"{prefix}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        found[f"{prefix}.shared_head.head.weight"] = "lm_head.weight"
+    return found
+
 
 ARCHITECTURE = Architecture(
     model_type="glm4_moe",
@@ -30,4 +45,5 @@ ARCHITECTURE = Architecture(
     implied={"router_scoring": Scoring.SIGMOID, "correction_bias": True, "tie_word_embeddings": False},
     expected={"n_group": 1, "topk_group": 1, "tie_word_embeddings": False},
     written={"n_group": 1, "topk_group": 1},
+    duplicates=_duplicates,
 )

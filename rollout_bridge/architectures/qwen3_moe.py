@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxtrain.models.architectures.base import COMMON, Architecture, Field, Json
-from jaxtrain.models.config import ModelConfig, Scoring
+from rollout_bridge.architectures.base import COMMON, Architecture, Field, Json
+from rollout_bridge.architectures.decoder import DecoderConfig, Scoring
 
 
 def _dense_layers(hf_config: Json) -> list[int]:
@@ -28,7 +28,7 @@ def _refusals(hf_config: Json) -> list[str]:
     ]
 
 
-def _as_list(config: ModelConfig) -> list[int]:
+def _as_list(config: DecoderConfig) -> list[int]:
     return list(range(config.first_k_dense_replace))
 
 

@@ -1,12 +1,15 @@
-"""An architecture as a table: which field of config.json is which number of a decoder, and what it may be."""
+"""A family of models as a table: what its config.json means, and which tensors its checkpoints have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.models.config import NUMERICS, ModelConfig, ModelConfigError
+from rollout_bridge.architectures.decoder import ArchitectureError, DecoderConfig
+from rollout_bridge.architectures.layers import decoder as decoder_tensors
+from rollout_bridge.architectures.tensors import TensorSource
 
 Json = Mapping[str, Any]
 
@@ -21,9 +24,9 @@ REQUIRED: Any = _Required()
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One number of `ModelConfig` that models of an architecture may differ in.
+    """One number of `DecoderConfig` that models of an architecture may differ in.
 
-    name: in ModelConfig. keys: in config.json, the first is written; the name itself when empty.
+    name: in DecoderConfig. keys: in config.json, the first is written; the name itself when empty.
     absent: what a config.json without it means (transformers' default), REQUIRED if it must be there; a
     function computes it from the config.json.
     new: its value in an experiment that leaves it out, REQUIRED if it must be given.
@@ -44,11 +47,13 @@ class Architecture:
     """A family of models that transformers and vLLM know by `model_type`.
 
     class_name: the Hugging Face class. fields: what its models differ in.
-    implied: values of ModelConfig that are the same in all of them; a function derives the value from the
-    fields and the config.json (or the experiment's values).
+    implied: values of DecoderConfig that are the same in all of them; a function derives the value from the
+    fields and the config.json, which is empty for an experiment.
     expected: fields of config.json that change the computation, with the one value implemented; absent or
     null is as good. written: further fields that config.json gets.
     refusals: config.json -> lines about further values that are not implemented.
+    tensors: every tensor of a decoder's checkpoint, in the order of the file.
+    duplicates: tensors that a published checkpoint may have beside them, each with the one it repeats.
     """
 
     model_type: str
@@ -58,6 +63,25 @@ class Architecture:
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     refusals: Callable[[Json], list[str]] = lambda _: []
+    tensors: Callable[[DecoderConfig], Iterable[TensorSource]] = decoder_tensors
+    duplicates: Callable[[DecoderConfig], dict[str, str]] = lambda _: {}
+
+    def __post_init__(self) -> None:
+        """Raises `ArchitectureError` unless fields and implied give every number of a decoder once."""
+        given = [item.name for item in self.fields] + list(self.implied)
+        known = {item.name: item.default for item in dataclasses.fields(DecoderConfig)}
+        needed = {name for name, default in known.items() if default is dataclasses.MISSING}
+        problems = {
+            "unknown": sorted(set(given) - known.keys()),
+            "given twice": sorted({name for name in given if given.count(name) > 1}),
+            "missing": sorted(needed - {"architecture", *given}),
+        }
+        if any(problems.values()):
+            lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
+            raise ArchitectureError(
+                f"Architecture of model_type {self.model_type!r}: fields and implied values must give every "
+                f"number of DecoderConfig once; {'; '.join(lines)}"
+            )
 
 
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
@@ -86,10 +110,10 @@ DENSE = {
 }
 
 
-def read(architecture: Architecture, hf_config: Json, **numerics: Any) -> ModelConfig:
-    """The decoder that a Hugging Face config.json describes, computed with `numerics` (see `NUMERICS`).
+def examine(architecture: Architecture, name: str, hf_config: Json) -> tuple[DecoderConfig | None, list[str]]:
+    """The decoder that a config.json describes, and what is wrong with it; None if a field is missing.
 
-    Raises `ModelConfigError` that names every missing field and every value that is not implemented, at once.
+    name: of the architecture, as the decoder keeps it.
     """
     given = _flatten_rope(hf_config)
     values: dict[str, Any] = {}
@@ -104,29 +128,22 @@ def read(architecture: Architecture, hf_config: Json, **numerics: Any) -> ModelC
     problems = _unsupported(architecture, hf_config) + architecture.refusals(hf_config)
     if missing:
         where = f"config.json of model_type {architecture.model_type!r}"
-        problems.insert(0, f"{where}: missing {', '.join(missing)}; all are needed")
-        raise ModelConfigError("; ".join(problems))
-    config = complete(architecture, values, hf_config, **numerics)
-    problems += config.problems()
-    if problems:
-        raise ModelConfigError("; ".join(problems))
-    return config
+        return None, [f"{where}: missing {', '.join(missing)}; all are needed", *problems]
+    decoder = complete(architecture, name, values, hf_config)
+    return decoder, problems + decoder.problems()
 
 
-def complete(
-    architecture: Architecture, values: Mapping[str, Any], source: Json, **numerics: Any
-) -> ModelConfig:
+def complete(architecture: Architecture, name: str, values: Json, source: Json) -> DecoderConfig:
     """`values` of the architecture's fields, with what it implies. `source` is what they were read from."""
     implied = {
-        name: value(values, source) if callable(value) else value
-        for name, value in architecture.implied.items()
+        key: value(values, source) if callable(value) else value
+        for key, value in architecture.implied.items()
     }
-    ways = {name: NUMERICS[name](value) for name, value in numerics.items()}
-    return ModelConfig(model_type=architecture.model_type, **{**values, **implied}, **ways)
+    return DecoderConfig(architecture=name, **{**values, **implied})
 
 
-def write(architecture: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """config.json as transformers 5 and vLLM load it; `read` gives `config` back (numerics aside)."""
+def write(architecture: Architecture, config: DecoderConfig) -> dict[str, Any]:
+    """config.json as transformers 5 and vLLM load it."""
     rope = {item.name: getattr(config, item.name) for item in architecture.fields if item.name in ROPE_KEYS}
     return {
         "architectures": [architecture.class_name],
@@ -148,9 +165,10 @@ def _flatten_rope(hf_config: Json) -> dict[str, Any]:
 
 
 def _unsupported(architecture: Architecture, hf_config: Json) -> list[str]:
+    expected = {"model_type": architecture.model_type, **UNIVERSALLY_EXPECTED, **architecture.expected}
     found = [
         f"{name}: {hf_config[name]!r} is not supported, expected {value!r}"
-        for name, value in {**UNIVERSALLY_EXPECTED, **architecture.expected}.items()
+        for name, value in expected.items()
         if hf_config.get(name) is not None and hf_config[name] != value
     ]
     for key in ("rope_parameters", "rope_scaling"):

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+from rollout_bridge.architectures.decoder import ArchitectureError
 
-from rollout_bridge.errors import ExpectedError
+if TYPE_CHECKING:  # a config is read without numpy
+    import numpy as np
 
 
-class NamesError(ExpectedError, ValueError):
-    """A configuration or tensor does not fit the architecture; says which, what was found and expected."""
+class Role(enum.StrEnum):
+    """How a tensor is stored, and for matrices that may be FP8, how an engine's ranks share it.
+
+    BF16, FLOAT32: stored so in every plan. QKV, GATE_UP: rows are split, and the engine merges the layer's
+    tensors of this role into one matrix. ROW: columns are split. EXPERT_IN, EXPERT_OUT: of a routed expert,
+    rows or columns are split; the engine quantises all experts of a layer or none.
+    """
+
+    BF16 = "bf16"
+    FLOAT32 = "float32"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+    ROW = "row"
+    EXPERT_IN = "expert_in"
+    EXPERT_OUT = "expert_out"
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,7 @@ class TensorSource:
     index: tuple[int, ...]
     transpose: bool
     shape: tuple[int, ...]
+    role: Role = Role.BF16
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -40,7 +57,7 @@ class TensorSource:
 def paths(sources: Iterable[TensorSource]) -> dict[str, tuple[TensorSource, ...]]:
     """Sources by parameter path, in row-major order of their index; each path's are checked to fill a box.
 
-    Raises `NamesError` if a path's indices have holes or its tensors differ in shape or orientation.
+    Raises `ArchitectureError` if a path's indices have holes or its tensors differ in shape or orientation.
     """
     grouped: dict[str, list[TensorSource]] = {}
     for source in sources:
@@ -49,10 +66,14 @@ def paths(sources: Iterable[TensorSource]) -> dict[str, tuple[TensorSource, ...]
     for path, group in grouped.items():
         group.sort(key=lambda source: source.index)
         lead = leading_shape(group)
-        if [source.index for source in group] != list(np.ndindex(*lead)):
-            raise NamesError(f"parameter {path}: {len(group)} tensors do not fill the box {lead} once each")
+        if [source.index for source in group] != list(itertools.product(*map(range, lead))):
+            raise ArchitectureError(
+                f"parameter {path}: {len(group)} tensors do not fill the box {lead} once each"
+            )
         if len({(source.shape, source.transpose) for source in group}) != 1:
-            raise NamesError(f"parameter {path}: its tensors differ in shape, so they cannot be stacked")
+            raise ArchitectureError(
+                f"parameter {path}: its tensors differ in shape, so they cannot be stacked"
+            )
         result[path] = tuple(group)
     return result
 
@@ -69,6 +90,8 @@ def stacked_shape(group: tuple[TensorSource, ...]) -> tuple[int, ...]:
 
 def stack(sources: Iterable[TensorSource], get: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     """Stacked parameters by path, from Hugging Face tensors by name; values and dtype as `get` gives them."""
+    import numpy as np
+
     tree = {}
     for path, group in paths(sources).items():
         lead = leading_shape(group)
@@ -76,7 +99,7 @@ def stack(sources: Iterable[TensorSource], get: Callable[[str], np.ndarray]) -> 
         for source in group:
             tensor = np.asarray(get(source.name))
             if tensor.shape != source.shape:
-                raise NamesError(
+                raise ArchitectureError(
                     f"tensor {source.name}: shape {tensor.shape}, expected {source.shape}; "
                     "the checkpoint and the configuration are of different models"
                 )
@@ -94,20 +117,11 @@ def unstack(
     """(Hugging Face name, tensor view) for every source, in the order of `sources`."""
     for source in sources:
         if source.path not in params:
-            raise NamesError(f"parameter {source.path} is missing: {source.name} is made from it")
+            raise ArchitectureError(f"parameter {source.path} is missing: {source.name} is made from it")
         tensor = params[source.path][source.index]
         if tensor.shape != source.source_shape:
-            raise NamesError(
+            raise ArchitectureError(
                 f"parameter {source.path}{list(source.index)}: shape {tensor.shape}, expected "
                 f"{source.source_shape} for {source.name}"
             )
         yield source.name, tensor.swapaxes(-1, -2) if source.transpose else tensor
-
-
-def field(hf_config: Mapping[str, Any], name: str) -> Any:
-    """A required field of a Hugging Face config.json. Raises `NamesError` naming it."""
-    value = hf_config.get(name)
-    if value is None:
-        model_type = hf_config.get("model_type")
-        raise NamesError(f"config.json of model_type {model_type!r}: field {name!r} is missing")
-    return value
