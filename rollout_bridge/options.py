@@ -17,12 +17,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from rollout_bridge.errors import ExpectedError
+
 T = TypeVar("T")
 
 _PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
-class OptionsError(ValueError):
+class OptionsError(ExpectedError, ValueError):
     """Options that cannot be used. `problems` holds one line for each, `<field path>: <what is wrong>`."""
 
     def __init__(self, problems: Sequence[str]) -> None:

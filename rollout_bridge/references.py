@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from rollout_bridge.errors import ExpectedError
+
 INHERITED = "JAXTRAIN_SEARCH_PATH"  # environment variable: directories that child processes search too
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-class UnknownReference(ValueError):
+class UnknownReference(ExpectedError, ValueError):
     """A value that names no code; says what was found, what is known and where modules are looked for."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rollout_bridge.errors import ExpectedError
+
 
 class Scoring(enum.StrEnum):
     """What a router makes of its logits, in float32: each by itself, or all together."""
@@ -13,7 +15,7 @@ class Scoring(enum.StrEnum):
     SOFTMAX = "softmax"
 
 
-class ArchitectureError(ValueError):
+class ArchitectureError(ExpectedError, ValueError):
     """A config.json, a family or a tensor that does not fit; names each field and its value."""
 
 
