@@ -1,4 +1,4 @@
-"""The environment a config names, built before anything heavy is: a wrong task or option fails at once."""
+"""The environment of a config, built first, so that a wrong task or option fails at once."""
 
 from __future__ import annotations
 

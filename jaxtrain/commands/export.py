@@ -13,7 +13,7 @@ from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
 from jaxtrain.commands.import_ import Architecture, Destination, search_here
 
 
-class Format(StrEnum):
+class FormatOption(StrEnum):
     bf16 = "bf16"
     f32 = "f32"
     fp8 = "fp8"
@@ -33,8 +33,8 @@ def export(
         typer.Option(help="Which of a run's checkpoints. (default: the newest)", show_default=False),
     ] = None,
     format: Annotated[
-        Format, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
-    ] = Format.bf16,
+        FormatOption, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
+    ] = FormatOption.bf16,
     architecture: Architecture = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB or 500MB.")] = "5GB",
     tensor_parallel: Annotated[

@@ -158,7 +158,7 @@ class MuonSection(Section):
 
 
 class AdamWSection(Section):
-    """AdamW, for the embedding, biases, norms and whatever else is no matrix."""
+    """AdamW, for the embedding, biases, norms and other parameters that are no matrix."""
 
     b1: Momentum = setting(0.9, "the usual value; unpublished for GLM-4.5")
     b2: Momentum = setting(0.95, "the usual value for language models; unpublished for GLM-4.5")
@@ -212,7 +212,7 @@ class StageSection(Section):
 
 
 class SupervisedSection(PhaseSection):
-    """Steps on documents; the loss counts where they say so."""
+    """Steps on documents; their loss weights select the tokens."""
 
     loss: Annotated[Reference, named("next_token")] = setting(
         Reference(name="next_token"), "what is minimised", reference="loss"

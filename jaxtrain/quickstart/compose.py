@@ -1,4 +1,4 @@
-"""Which processes a run on one machine is made of: ordinary commands that anyone could start by hand."""
+"""The processes of a run on one machine: ordinary commands that can be started by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_bridge.lifetime import GRACE, PARENT
 
 
 def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:
-    """The trainer first: its end is the run's. Then a server if the engine is one, then the workers."""
+    """The trainer first: the run ends with it. Then a server if the engine is vLLM, then the workers."""
     cores = available_cores()
     trainer_cores = fleet_cores = cores
     if config.processes.pin_cores:

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def tools(self) -> SourceTools:
-        """For data sources. An environment is opened only by a source that asks for it."""
+        """For data sources. The environment is opened only if a source opens it."""
         return SourceTools(
             self.start.tokenizer,
             self.config.seed,
@@ -74,7 +74,7 @@ class Run:
         return restored.arrays, Progress.from_json(restored.data)
 
     def save(self, state: TrainState, progress: Progress, *, force: bool = False) -> None:
-        """A checkpoint if the interval says so. force: in any case."""
+        """Saves a checkpoint if one is due by the interval. force: in any case."""
         self.checkpoints.save(progress.step, state, progress.to_json(), force=force)
 
     def agree_to_stop(self) -> None:
@@ -105,7 +105,7 @@ class Run:
 
 @contextmanager
 def open_run(config: ExperimentConfig, run_dir: Path) -> Iterator[Run]:
-    """Opens everything; what cannot work fails here, before the first step. Closes it at the end."""
+    """Opens everything and closes it at the end. Errors of the setup are raised before the first step."""
     processes.initialize()
     mesh = mesh_of(config.mesh)
     if problems := undivided(config.model, config.microbatches, mesh.shape):
