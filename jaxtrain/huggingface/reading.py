@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.huggingface.headers import StoredTensor
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.quantization.host import VALUE_OF_CODE
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -16,7 +17,6 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(np.uint8),
 }
-_VALUE_OF_CODE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 BLOCK = 128
 _LARGEST_READ = 1 << 30  # Linux reads at most 2 GiB at once
 READABLE = ("F32", "F16", "BF16")
@@ -54,7 +54,7 @@ def dequantize_rows(codes: StoredTensor, scales: StoredTensor, start: int, stop:
             if begin < end:
                 wide = np.repeat(scale[begin // BLOCK - first], BLOCK)[:columns]
                 np.multiply(
-                    _VALUE_OF_CODE[read_rows(codes, begin, end)], wide, out=out[begin - start : end - start]
+                    VALUE_OF_CODE[read_rows(codes, begin, end)], wide, out=out[begin - start : end - start]
                 )
     return out
 

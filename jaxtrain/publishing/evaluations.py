@@ -86,7 +86,7 @@ class Evaluations:
             look,
             lambda: (
                 f"evaluations {', '.join(each.id for each in self._unanswered())} in {self._store.url}: see "
-                "that a rollout worker runs and its engine serves the version asked for, or raise evaluation.timeout_s"
+                "that a rollout worker runs and its engine serves the version, or raise evaluation.timeout_s"
             ),
             timeout=self._timeout,
             poll=POLL_SECONDS,

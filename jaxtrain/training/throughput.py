@@ -40,7 +40,7 @@ PEAKS = {
 
 
 def peak(device: Any) -> float | None:
-    """Peak operations a second of a jax device, by the longest matching name of `PEAKS`; None if none is published."""
+    """Peak operations a second of a jax device, by its longest matching name in `PEAKS`, else None."""
     kind = device.device_kind
     fitting = [name for name in PEAKS if kind.startswith(name) and not kind[len(name) :][:1].isalnum()]
     return PEAKS[max(fitting, key=len)] if fitting else None
