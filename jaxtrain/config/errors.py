@@ -78,12 +78,7 @@ def _message(
         return f"{_shown(value)} is not one of {allowed}"
     if kind == "string_pattern_mismatch":
         return f"{_shown(value)} does not match {context['pattern']}"
-    if field is not None and kind in {
-        "greater_than",
-        "greater_than_equal",
-        "less_than",
-        "less_than_equal",
-    }:
+    if field is not None and kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
         return f"{_shown(value)} is not in {_interval(field)}"
     wanted = WANTED.get(kind)
     if wanted is None:

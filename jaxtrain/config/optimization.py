@@ -185,8 +185,7 @@ class PhaseSection(Section):
     learning_rate: Schedule = required("of Muon and AdamW alike")
     batch: Ramp = required("batch size warm-up")
     router_bias_rate: Rate = setting(
-        0.001,
-        "step of the selection bias towards balance, without a loss; GLM-4.5 has '0: 0.001, 15T: 0'",
+        0.001, "step of the selection bias towards balance, without a loss; GLM-4.5 has '0: 0.001, 15T: 0'"
     )
     aux_loss_weight: Rate = setting(
         1e-4, "sequence-level balance loss: GLM-4.5's value, only against extreme imbalance within a sequence"

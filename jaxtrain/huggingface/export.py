@@ -6,7 +6,6 @@ the host. Files hold the tensors in the order of the parameters; the index gives
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.huggingface.layout import check_destination, copy_companions, write_config
+from jaxtrain.huggingface.layout import ExportFormat, check_destination, copy_companions, write_config
 from rollout_bridge import architectures
 from rollout_bridge.architectures import DecoderConfig
 from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
@@ -30,14 +29,6 @@ from rollout_bridge.safetensors_files import TensorOutput, write_tensors
 from sharding import processes
 
 SHARD_BYTES = 5 * 10**9  # the size the Hugging Face hub recommends
-
-
-class ExportFormat(enum.StrEnum):
-    """BF16 rounds the float32 masters. F32 keeps them. FP8 stores the blocks of the quantisation plan."""
-
-    BF16 = "bf16"
-    F32 = "f32"
-    FP8 = "fp8"
 
 
 def export(

@@ -9,6 +9,7 @@ A Hugging Face directory has everything in one place. A jaxtrain directory, of a
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 from collections.abc import Mapping
@@ -26,6 +27,14 @@ COMPANIONS = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+
+
+class ExportFormat(enum.StrEnum):
+    """BF16 rounds the float32 masters. F32 keeps them. FP8 stores the blocks of the quantisation plan."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+    FP8 = "fp8"
 
 
 class DestinationError(ExpectedError, ValueError):

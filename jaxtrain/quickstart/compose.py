@@ -23,15 +23,7 @@ def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:
     def command(name: str, verb: str, *arguments: str, on: tuple[int, ...]) -> ChildSpec:
         return ChildSpec(
             name=name,
-            argv=(
-                sys.executable,
-                "-m",
-                "jaxtrain",
-                verb,
-                "--config",
-                str(run_dir / SAVED),
-                *arguments,
-            ),
+            argv=(sys.executable, "-m", "jaxtrain", verb, "--config", str(run_dir / SAVED), *arguments),
             environment={
                 PARENT: str(os.getpid()),
                 GRACE: str(config.processes.stop_timeout_s),

@@ -43,14 +43,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _plot(
-    axis: Any,
-    rows: Sequence[dict[str, Any]],
-    key: str,
-    *,
-    label: str,
-    scale: float = 1.0,
-) -> None:
+def _plot(axis: Any, rows: Sequence[dict[str, Any]], key: str, *, label: str, scale: float = 1.0) -> None:
     points = [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 60 else None)

@@ -21,15 +21,7 @@ from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.compilations import compilations
 from jaxtrain.training.phase import ScheduledValues
 from jaxtrain.training.state import StatePlacement, TrainState
-from jaxtrain.training.step import (
-    LossScales,
-    StepInputs,
-    StepMetrics,
-    Sums,
-    accumulate,
-    apply,
-    zero_sums,
-)
+from jaxtrain.training.step import LossScales, StepInputs, StepMetrics, Sums, accumulate, apply, zero_sums
 from sharding.tree import shard
 
 
@@ -145,11 +137,7 @@ def compile_programs(
 
 
 def train_step(
-    programs: Programs,
-    placement: StatePlacement,
-    state: TrainState,
-    batch: Batch,
-    values: ScheduledValues,
+    programs: Programs, placement: StatePlacement, state: TrainState, batch: Batch, values: ScheduledValues
 ) -> tuple[TrainState, StepReport]:
     """One optimizer step on a whole batch; the old state is donated.
 
@@ -165,8 +153,7 @@ def train_step(
     for microbatch in batch.microbatches():
         sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scales)
     inputs = StepInputs(
-        learning_rate=np.float32(values.learning_rate),
-        router_bias_rate=np.float32(values.router_bias_rate),
+        learning_rate=np.float32(values.learning_rate), router_bias_rate=np.float32(values.router_bias_rate)
     )
     state, metrics = programs.apply(state, replace(sums, metrics={}, noise=None), inputs)
     numbers, finite = host_values(metrics, sums, tokens=tokens)

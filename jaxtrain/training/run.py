@@ -54,9 +54,7 @@ class Run:
     def tools(self) -> SourceTools:
         """For data sources. The environment is opened only if a source opens it."""
         return SourceTools(
-            self.start.tokenizer,
-            self.config.seed,
-            lambda **options: open_environment(self.config, **options),
+            self.start.tokenizer, self.config.seed, lambda **options: open_environment(self.config, **options)
         )
 
     def restore_or_initialize(self) -> tuple[TrainState, Progress]:

@@ -13,10 +13,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from jaxtrain.huggingface.export import SHARD_BYTES, ExportFormat, export
+from jaxtrain.huggingface.export import SHARD_BYTES, export
 from jaxtrain.huggingface.layout import (
     CHECKPOINTS,
     TOKENIZER,
+    ExportFormat,
     check_destination,
     companions_directory,
     copy_companions,

@@ -52,10 +52,7 @@ class StatePlacement:
 
 
 def abstract_state(
-    definition: Definition,
-    optimizer: optax.GradientTransformation,
-    *,
-    frozen: frozenset[str] = frozenset(),
+    definition: Definition, optimizer: optax.GradientTransformation, *, frozen: frozenset[str] = frozenset()
 ) -> TrainState:
     """Shapes of the state; allocates nothing. frozen: paths of the model that are not trained."""
     shapes = definition.shapes

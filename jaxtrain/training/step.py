@@ -92,12 +92,7 @@ class StepMetrics:
 
 
 def accumulate(
-    definition: Definition,
-    loss: Loss,
-    state: TrainState,
-    sums: Sums,
-    microbatch: Batch,
-    scales: LossScales,
+    definition: Definition, loss: Loss, state: TrainState, sums: Sums, microbatch: Batch, scales: LossScales
 ) -> Sums:
     """Adds one microbatch [row, sequence]."""
 

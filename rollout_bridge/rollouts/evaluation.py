@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_bridge.control import (
-    EVALUATIONS_PREFIX,
-    EvaluationRequest,
-    EvaluationResult,
-    RecordError,
-    read,
-)
+from rollout_bridge.control import EVALUATIONS_PREFIX, EvaluationRequest, EvaluationResult, RecordError, read
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play

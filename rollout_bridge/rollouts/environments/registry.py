@@ -12,7 +12,7 @@ from rollout_bridge.rollouts.environments.base import Environment, EnvironmentCo
 
 # Imported on demand, so that a host installs only what it serves.
 ENVIRONMENTS: dict[str, str] = {
-    "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym",
+    "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym"
 }
 GROUP = "jaxtrain.environments"
 
