@@ -37,9 +37,10 @@ class ServeError(ExpectedError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """store: URL of the run. state_directory: mirror, engine directories, log and `ready.json` of this host;
-        of several servers the last two are in `0/`, `1/` and so on.
+    """The servers of one host.
 
+    store: URL of the run. state_directory: mirror, engine directories, log and `ready.json` of this host; of
+        several servers the last two are in `0/`, `1/` and so on.
     first_version_timeout: seconds to wait for the run's first version. startup_timeout: seconds for a server
         to become healthy.
     engine_format: what the server loads: "fp8" codes and scales, "bf16" the same numbers, "auto" FP8 on a GPU

@@ -26,7 +26,7 @@ ConfigPath = Annotated[
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name", "-n", help="Name of the run; it lives in runs/NAME. (default: the one in the config)"
+        "--name", "-n", help="Name of the run; its directory is runs/NAME. (default: the one in the config)"
     ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Only check the config, then stop.")]

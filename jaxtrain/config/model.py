@@ -99,7 +99,7 @@ class ModelSection(Section):
     replay_threshold: PositiveFloat = setting(
         0.5,
         "an engine's expert is replayed if its gate is at least this share of the least gate that the router "
-        "here would choose; ours, the published rule has no number",
+        "here would choose; the published rule has no number",
     )
 
     @model_validator(mode="before")

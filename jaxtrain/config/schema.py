@@ -4,7 +4,7 @@
     SftConfig         supervised training
     module:Name       a subclass of `ExperimentConfig` in the user's own file
 
-Sections live beside this file: `model`, `optimization`, `fleet`. Nothing here imports jax or transformers,
+Sections are beside this file: `model`, `optimization`, `fleet`. Nothing here imports jax or transformers,
 so a config is checked in well under a second.
 """
 
@@ -64,7 +64,7 @@ class ExperimentConfig(Section):
     )
     name: RunName = setting("run", "the run's directory under runs_dir")
     seed: NonNegativeInt = setting(0, "of initialisation, data order and sampling")
-    runs_dir: str = setting("runs", "where runs live, relative to the working directory", resumable=True)
+    runs_dir: str = setting("runs", "directory of runs, relative to the working directory", resumable=True)
     model: ModelSection = required("architecture and numerics")
     mesh: MeshSection = section(MeshSection, "devices")
     tokenizer: TokenizerSection = section(TokenizerSection, "text to ids")

@@ -88,7 +88,7 @@ def by_class(
 ) -> ClassChanges:
     """The changes under the partition that makes the update of flat `old` smallest.
 
-    A large array is told apart more finely only where that saves enough to be worth the time.
+    A large array gets more classes only where that saves enough to be worth the time.
     """
     start = classes.exponents_start(old)
     fine = classes.fine_classes(old_values, start)

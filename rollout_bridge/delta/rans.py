@@ -1,11 +1,9 @@
 """An interleaved range asymmetric numeral system (rANS) coder over static tables, vectorised in numpy.
 
-Symbol i belongs to lane i % lanes; all lanes share one stream of 16-bit words. A lane starts from 16 bits
-of payload,
-which the decoder is left with when it is done: a lane then costs nothing beyond its symbols. Integer
-  arithmetic only: every
-machine reads what another wrote. Source: J. Duda, "Asymmetric numeral systems", arXiv 1311.2540;
-interleaving after F. Giesen, arXiv 1402.3392.
+Symbol i belongs to lane i % lanes; all lanes share one stream of 16-bit words. A lane starts from 16 bits of
+payload, which the decoder has left at its end, so a lane costs nothing beyond its symbols. All arithmetic is
+in integers, so every machine reads what another wrote. Source: J. Duda, "Asymmetric numeral systems", arXiv
+1311.2540; interleaving after F. Giesen, arXiv 1402.3392.
 """
 
 from __future__ import annotations

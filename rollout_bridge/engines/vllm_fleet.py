@@ -27,8 +27,10 @@ LAST_RETRY_SECONDS = 600.0
 
 @dataclass(eq=False)
 class Member:
-    """One server. loading: its start, from files of `version`. failures: starts in a row that failed,
-    the last with `error`; the next is at `retry_at`.
+    """One server.
+
+    loading: its start, from files of `version`. failures: starts in a row that failed, the last with `error`;
+    the next is at `retry_at`.
     """
 
     engine: ServedVllm

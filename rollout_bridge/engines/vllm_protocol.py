@@ -161,8 +161,10 @@ def _spans(raw: Sequence[Mapping[str, Any]], tokens: int, where: str) -> tuple[V
 
 
 def _routed_experts(encoded: str | None, tokens: int, moe_layers: Sequence[int] | None) -> np.ndarray | None:
-    """int16 [prompt + T, MoE layers, k]; vLLM sends base64 .npy of [prompt + T - 1, all layers, k]: the last
-    token was never fed back, and dense layers have rows too."""
+    """int16 [prompt + T, MoE layers, k] of the server's base64 .npy [prompt + T - 1, all layers, k].
+
+    The last token was never an input, and dense layers have rows too.
+    """
     if encoded is None or moe_layers is None:
         return None
     rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)

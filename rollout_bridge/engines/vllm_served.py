@@ -48,7 +48,9 @@ class ServerFailed(ExpectedError):
 
 
 class ServedVllm:
-    """directory: holds `engine/` (materialised versions), `vllm.log` and, while a server admits requests,
+    """A vLLM server and its files.
+
+    directory: holds `engine/` (materialised versions), `vllm.log` and, while a server admits requests,
     `ready.json` {"url", "pid", "version", "kv_policy"}: the version it was admitted with, not the current.
     materialized: where directories for the server are written, `directory/engine` by default; servers of one
         mirror may share it. loaded: what each server, by URL, loads from there, shared by them too: the rest

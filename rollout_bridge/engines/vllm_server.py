@@ -1,7 +1,7 @@
 """Start, watch and stop a vLLM server process group.
 
-The development endpoints that weight updates need (`VLLM_SERVER_DEV_MODE=1`) also let anyone who can connect
-call functions in the workers: the server binds a loopback address and nothing else is accepted.
+The development endpoints that weight updates need (`VLLM_SERVER_DEV_MODE=1`) also let every client that can
+connect call functions in the workers: the server binds a loopback address and nothing else is accepted.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ _EXPONENT_SHIFT = {8: 3, 16: 7}
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """codes u8[..., out, in]; scale f32[..., ceil(out/128), ceil(in/128)]; nonfinite int32[...], how many
-    weights of each matrix are NaN or infinite in BF16. The codes of a matrix with any are meaningless: the
-    caller refuses to publish it.
+    """codes u8[..., out, in]; scale f32[..., ceil(out/128), ceil(in/128)]; nonfinite int32[...].
+
+    nonfinite: how many weights of each matrix are NaN or infinite in BF16. The codes of a matrix with any are
+    meaningless, and the caller must not publish it.
     """
 
     codes: jax.Array

@@ -23,9 +23,7 @@ from rollout_bridge.waiting import wait_for
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One use of a trajectory: its advantage (the same for every token) and mask, bool [T]: trainable and
-    fresh.
-    """
+    """One use of a trajectory: its advantage (of every token) and mask bool [T]: trainable and fresh."""
 
     trajectory: Trajectory
     slot: int
@@ -73,9 +71,7 @@ class PlanDataset(grain.IterDataset[PlannedStep]):
 
 
 class PlanIterator(grain.DatasetIterator[PlannedStep]):
-    """State: {"step": the step served next}. A step whose plan never came is not skipped: the next call
-    waits again.
-    """
+    """State: {"step": the step served next}. A step without a plan is never skipped: calls wait for it."""
 
     def __init__(self, dataset: PlanDataset) -> None:
         super().__init__()

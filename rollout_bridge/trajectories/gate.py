@@ -31,9 +31,7 @@ class Gate:
 
 
 def fresh_tokens(version_counts: Iterable[tuple[int, int]], *, version: int, max_lag: int) -> int:
-    """How many tokens are fresh, from (token version, count) pairs: fresh iff version - token version <=
-    max_lag.
-    """
+    """Number of fresh tokens, version - token version <= max_lag, from (token version, count) pairs."""
     return sum(count for token_version, count in version_counts if version - token_version <= max_lag)
 
 

@@ -156,9 +156,7 @@ class LogReader:
     segment_rows: dict[str, int] = field(default_factory=dict)
 
     def poll(self) -> list[TrajectoryRef]:
-        """Trajectories of the segments that are new, in key order. A bad segment is quarantined, not
-        raised.
-        """
+        """Trajectories of new segments, in key order. A bad segment is quarantined and raises nothing."""
         refs: list[TrajectoryRef] = []
         for key in self.store.list(PREFIX):
             if key in self.segment_rows or key in self.quarantined or key in self.skip:

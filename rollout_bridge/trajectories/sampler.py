@@ -32,9 +32,7 @@ def length_bin(tokens: int, edges: Sequence[int]) -> int:
 
 
 def draw_order(items: Iterable[C], *, edges: Sequence[int], cursor: int) -> Iterator[tuple[C, int]]:
-    """Every item once, one from each bin in turn starting at bin `cursor`, with the cursor to continue
-    from.
-    """
+    """Every item once, one from each bin in turn from bin `cursor` on, each with the next cursor."""
     bins: list[list[C]] = [[] for _ in range(len(edges) + 1)]
     for item in items:
         bins[length_bin(item.tokens, edges)].append(item)

@@ -72,9 +72,7 @@ class SegmentError(ExpectedError, ValueError):
 
 
 def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) -> bytes:
-    """Parquet bytes (zstd) of whole groups; the same trajectories are the same bytes. Raises
-    `SegmentError`.
-    """
+    """Parquet bytes (zstd) of whole groups, the same for the same trajectories. Raises `SegmentError`."""
     _check_groups(trajectories)
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, row)

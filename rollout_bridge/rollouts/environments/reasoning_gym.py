@@ -155,7 +155,7 @@ class ReasoningGym:
             answer = f"<{tag}>{answer}</{tag}>"
         if self._verified(task, answer).components.get("exact") != 1.0:
             raise EnvironmentConfigError(
-                f"{self.name}: task {index} states {answer!r}, which its own verifier refuses; "
+                f"{self.name}: task {index} states {answer!r}, which its own verifier rejects; "
                 "warm-start from another dataset, or from recorded answers"
             )
         return entry["question"], answer

@@ -2,8 +2,7 @@
 
 ``run.json``: the run; ``index.json``: name -> dtype, shape, offset; ``tensors.bin``: all canonical bits;
 ``version.json``: their version and the digest of each tensor. A new version changes these files in place, so
-a
-view is valid only while the owner makes no update: during an engine update.
+a view is valid only while the owner makes no update: during an engine update.
 """
 
 from __future__ import annotations

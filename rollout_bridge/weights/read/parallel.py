@@ -77,7 +77,7 @@ class Workers:
             begun.clear()  # the pool fails them all, which it could not do if one were cancelled meanwhile
             self.close(wait=True)
             raise OSError(
-                "a decoding process died: the kernel kills one when memory runs out (dmesg says so). Others "
+                "a decoding process died: the kernel kills one when memory runs out (see dmesg). Others "
                 "are started for the next attempt; set fewer decoders if it happens again"
             ) from error
         finally:

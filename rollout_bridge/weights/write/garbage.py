@@ -98,8 +98,9 @@ def collect(store: Store, *, retention: Retention, now: float | None = None) -> 
 def _chain_from(
     store: Store, head: ManifestRef, joined: run.RunInfo, start: int, *, reach_full: int, reach_time: float
 ) -> set[tuple[int, int]]:
-    """The chain from `start` or earlier: far enough back to contain a full version at or before `reach_full`
-    and every head after `reach_time`, or as far as it can be read.
+    """The chain from `start` or earlier, as far as it can be read.
+
+    It contains a full version at or before `reach_full` and every head after `reach_time`.
     """
     kept: set[tuple[int, int]] = set()
     ref: ManifestRef | None = head

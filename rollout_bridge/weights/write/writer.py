@@ -281,7 +281,7 @@ class ChainWriter:
         except BrokenProcessPool as error:
             self._encoders = yielding_processes(settings.encoders, niceness=settings.niceness)
             raise OSError(
-                "an encoding process died: the kernel kills one when memory runs out (dmesg says so). Others "
+                "an encoding process died: the kernel kills one when memory runs out (see dmesg). Others "
                 "are started for the next publication; set fewer encoders if it happens again"
             ) from error
 
