@@ -129,8 +129,8 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Com
     """
     if codes.shape != baseline.shape or codes.dtype != baseline.dtype:
         raise ValueError(
-            f"diff_compact: codes {codes.dtype}{list(codes.shape)} and baseline "
-            f"{baseline.dtype}{list(baseline.shape)} differ in shape or dtype"
+            f"diff_compact compares arrays of one shape and dtype, found {codes.dtype}{list(codes.shape)} "
+            f"against a baseline of {baseline.dtype}{list(baseline.shape)}"
         )
     if codes.size >= 2**31:
         raise ValueError(f"{codes.size} elements are past int32 positions; pass the leading axis in parts")
