@@ -1,8 +1,8 @@
 """Block FP8 quantisation and change extraction on the accelerator: JAX twins of `host`, bit for bit.
 
 Everything is integer arithmetic on the bits (no float division, conversion or comparison), so CPU, GPU and
-TPU agree whatever they do with subnormals. The arrays are stacked, [..., out, in], and may be sharded over
-mesh axes of type Auto; the functions are pure and meant to be called under `jax.jit`.
+TPU agree although they treat subnormals differently. The arrays are stacked, [..., out, in], and may be
+sharded over mesh axes of type Auto; the functions are pure and meant to be called under `jax.jit`.
 """
 
 from __future__ import annotations
