@@ -68,8 +68,8 @@ class Store:
             _, absent = self.read_with_generation(key)
             if not self.swap(key, b"first", absent):
                 raise StoreError(
-                    f"store {self.url}: refused to create the new key {key}, which nobody else can know. Its "
-                    "conditional writes do not work; use file://, gs:// or a store with If-None-Match support"
+                    f"store {self.url}: refused to create the new key {key}, which no other program knows. "
+                    "Its conditional writes do not work; use file://, gs:// or a store with If-None-Match"
                 )
             _, first = self.read_with_generation(key)
             if self.create(key, b"second") or self.swap(key, b"second", absent):
@@ -108,7 +108,7 @@ class Store:
         return found is None and self.swap(key, data, generation)
 
     def swap(self, key: str, data: bytes, generation: bytes) -> bool:
-        """Writes `data` only if the content is still that of `generation`; False if somebody moved it."""
+        """Writes `data` only if the content is still that of `generation`; False if it has changed."""
         if not generation:
             raise StoreError(
                 f"store {self.url}: swap of {key} without a generation would be unconditional; "

@@ -1,7 +1,7 @@
 """At most one supervisor a run: whoever comes last stops what the one before started, then owns the run.
 
 The lock is the kernel's (flock), so it cannot outlive its holder. Children that outlived theirs are known by
-process id *and* command line: a recycled id is left alone.
+process id *and* command line: another process with a recycled id is left alone.
 """
 
 from __future__ import annotations

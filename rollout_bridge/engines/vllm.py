@@ -104,7 +104,7 @@ class VllmEngine:
         began = time.perf_counter()
         drain = self._request_timeout if self.update_mode is UpdateMode.DRAIN else 0.0
         try:
-            # A worker may still report when an update is given up: what it leaves there is nobody's error.
+            # A worker may still report after the update has failed: removing its report is no error.
             with tempfile.TemporaryDirectory(prefix="weight-update-", ignore_cleanup_errors=True) as reports:
                 async with asyncio.timeout(self._update_timeout + drain):
                     tensors = await self._stage(update, Path(reports))

@@ -40,7 +40,7 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """A start has ended, well or not, and nobody has looked."""
+        """A start has ended, well or not, and `update` has not dealt with it yet."""
         return self.loading is not None and self.loading.done()
 
     @property
@@ -65,7 +65,7 @@ class ServedFleet:
         self._turn = itertools.count()
 
     async def version(self) -> int | None:
-        """What all that serve are at; None if none does, or one waits to be started or brought to date."""
+        """The version of all servers that serve; None if none does, or one has to be started or updated."""
         served = await self._serving()
         if any(member.up or member.due for member in self.members if member not in served):
             return None
@@ -145,7 +145,7 @@ class ServedFleet:
         return found
 
     async def _move(self, member: Member, update: Update) -> UpdateReport | str:
-        """Its report, or why it is no longer served from."""
+        """The report of its update, or the error that takes it out of service."""
         try:
             return await member.engine.move(update)
         except EngineError as error:
@@ -178,7 +178,7 @@ class ServedFleet:
         return []
 
     async def _first(self, update: Update) -> list[str]:
-        """Waits for one of the starts to end; nothing serves. Raises when none is left."""
+        """Waits for one of the starts to end, while no server serves. Raises when none is left."""
         loading = [member.loading for member in self.members if member.loading is not None]
         if not loading:
             errors = [member.error for member in self.members if member.error is not None]

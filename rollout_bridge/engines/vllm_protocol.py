@@ -1,4 +1,4 @@
-"""vLLM 0.32's `/inference/v1/generate`: what is sent for a `Request`, and a `Completion` of what comes back.
+"""vLLM 0.32's `/inference/v1/generate`: a `Request` to its JSON body, its answer to a `Completion`.
 
 The endpoint takes and gives token ids and exists only with `--enable-scale-out`. Log-probabilities are those
 of the sampling distribution only with `--logprobs-mode processed_logprobs`. A log-probability of -9999 stands
@@ -54,7 +54,7 @@ def generate_payload(request: Request, *, cache_salt: str | None) -> dict[str, A
 
 
 def parse_version(label: str) -> int | None:
-    """The policy version in a weight label; None for a server that was never told one."""
+    """The policy version in a weight label; None for a server that was given none."""
     if label == UNVERSIONED:
         return None
     if not label.isdecimal():

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout_bridge.quantization.host import BLOCK, MAXIMUM_SCALE_EXPONENT, MINIMUM_SCALE_EXPONENT
+from rollout_bridge.delta.classes import CLASSES
+from rollout_bridge.quantization.host import BF16_INFINITY, MAXIMUM_SCALE_EXPONENT, MINIMUM_SCALE_EXPONENT
+from rollout_bridge.quantization.plan import BLOCK
 
-_BF16_INFINITY = 0x7F80
 _WORD = 32
 _SMALLEST_BUCKET = 1024
-_CLASSES = 16  # as rollout_bridge.delta.classes has them
 _EXPONENT_SHIFT = {8: 3, 16: 7}
 
 
@@ -81,7 +81,7 @@ def quantize_block_fp8(weights: jax.Array) -> Quantized:
         )
     bits = weights if weights.dtype == jnp.uint16 else float32_to_bfloat16_bits(weights)
     magnitude = (bits & 0x7FFF).astype(jnp.int32)
-    nonfinite = jnp.sum((magnitude >= _BF16_INFINITY).astype(jnp.int32), axis=(-2, -1))
+    nonfinite = jnp.sum((magnitude >= BF16_INFINITY).astype(jnp.int32), axis=(-2, -1))
     exponent = _scale_exponent(_block_max(magnitude))
     exponents = _spread(exponent, weights.shape)
 
@@ -172,12 +172,12 @@ def class_ranks(baseline: jax.Array, positions: jax.Array, *, start: int = 0) ->
     """
     width = baseline.dtype.itemsize * 8
     exponents = (baseline & ((1 << (width - 1)) - 1)) >> _EXPONENT_SHIFT[width]
-    classes = jnp.clip(exponents.astype(jnp.int32) - start, 0, _CLASSES - 1).astype(jnp.uint8)
+    classes = jnp.clip(exponents.astype(jnp.int32) - start, 0, CLASSES - 1).astype(jnp.uint8)
     class_of_position = classes.reshape(-1)[positions]
     word, bit = positions // _WORD, (positions % _WORD).astype(jnp.uint32)
     ranks = jnp.zeros_like(positions)
     sizes = []
-    for number in range(_CLASSES):
+    for number in range(CLASSES):
         member = classes == number
         words, cumulative = _bit_index(member.reshape(-1))
         from_bit = lax.population_count(words[word] >> bit).astype(jnp.int32)

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.quantization.plan import BLOCK
 
-BLOCK = (128, 128)
 LARGEST_CODE_VALUE = 448.0
 MINIMUM_SCALE_EXPONENT = -116
 MAXIMUM_SCALE_EXPONENT = 120
@@ -27,11 +27,11 @@ MINIMUM_SCALE = 2.0**MINIMUM_SCALE_EXPONENT
 MAXIMUM_SCALE = 2.0**MAXIMUM_SCALE_EXPONENT
 
 _CODE_OF_240 = 0x77
-_BF16_INFINITY = 0x7F80
+BF16_INFINITY = 0x7F80
 _BF16_SMALLEST_NORMAL = 0x0080
 # e4m3fn code of every non-negative BF16 number, by its bits; past 448 it is never read.
 _CODE_OF_BF16 = (
-    np.arange(_BF16_INFINITY, dtype=np.uint16)
+    np.arange(BF16_INFINITY, dtype=np.uint16)
     .view(ml_dtypes.bfloat16)
     .astype(np.float32)
     .clip(max=LARGEST_CODE_VALUE)
@@ -83,7 +83,7 @@ def quantize_block_fp8(x_bf16_bits: np.ndarray, *, name: str = "tensor") -> tupl
         return bits.astype(np.uint8), np.ones(scale_shape(bits.shape), np.float32)
     block_amax = np.maximum.reduceat(magnitude, np.arange(0, bits.shape[0], BLOCK[0]), axis=0)
     block_amax = np.maximum.reduceat(block_amax, np.arange(0, bits.shape[1], BLOCK[1]), axis=1)
-    if (block_amax >= _BF16_INFINITY).any():
+    if (block_amax >= BF16_INFINITY).any():
         raise NonFiniteError(_describe_non_finite(bits, name))
 
     exponent = _scale_exponent(block_amax)
@@ -139,7 +139,7 @@ def _spread(per_block: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _describe_non_finite(bits: np.ndarray, name: str) -> str:
-    bad = np.argwhere((bits & 0x7FFF) >= _BF16_INFINITY)
+    bad = np.argwhere((bits & 0x7FFF) >= BF16_INFINITY)
     row, column = bad[0]
     value = bfloat16_bits_to_float32(bits[row, column : column + 1])[0]
     return (

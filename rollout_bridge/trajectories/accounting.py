@@ -1,4 +1,4 @@
-"""Where every trajectory went, from the segments and the plans alone: nothing here asks the trainer.
+"""Where every trajectory went, from the segments and the plans alone.
 
 written == trained + pending + sum(dropped), each counted on its own, so that a trajectory lost or used
 twice shows.

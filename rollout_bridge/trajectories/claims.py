@@ -120,10 +120,9 @@ class ClaimBook:
         self._done: dict[str, Claim] = {}
 
     def acquire(self) -> tuple[Claim, tuple[int, ...]] | None:
-        """A claim and the indices of it left to generate: the oldest expired one, else a new one within the
-        credits.
+        """A claim and its indices left to generate: the oldest expired one, else a new one in the credits.
 
-        None when neither is there.
+        None if there is neither.
         """
         while True:
             keys = self._store.list(PREFIX)

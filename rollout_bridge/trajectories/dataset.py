@@ -1,7 +1,7 @@
 """The plans as a Grain dataset: element k is what step k trains on, and the iterator's state is the step.
 
-Nothing is chosen here and nothing collective runs here: whoever makes the plans (the planner in process 0)
-does so elsewhere, and this waits for them.
+The planner in process 0 makes the plans; this waits for them. Nothing is chosen and nothing collective runs
+here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Environment-failure filter, group recovery and the group-mean baseline.
 
-A trajectory that failed for its environment's fault has no reward. If enough of its group is left, valid
+A trajectory whose environment failed has no reward. If enough of its group is left, valid
 members are duplicated to restore the group's size; else the whole group is discarded (Solar Open 2, arXiv
 2607.20062).
 """
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from rollout_bridge.trajectories.schema import Status
 
-# A malformed answer is the policy's own doing: it is trained on, with the reward the environment gave it.
+# A malformed answer comes from the policy: it is trained on, with the reward the environment gave it.
 VALID = frozenset({Status.OK, Status.MALFORMED})
 
 
 class Boundary(enum.StrEnum):
-    """Whether a group with exactly the smallest valid fraction is kept. Sources differ, so it is said."""
+    """Whether a group with exactly the smallest valid fraction is kept. Sources differ."""
 
     INCLUSIVE = "inclusive"
     EXCLUSIVE = "exclusive"

@@ -148,9 +148,7 @@ class Planner:
                 del self._groups[group]
 
     def _grant(self, selection: Selection) -> int:
-        """Credits count groups that nothing can be drawn from any more, dropped ones too: workers never
-        starve.
-        """
+        """Credits also count groups from which nothing can be drawn any more, so workers never run dry."""
         seen = self._seen | self._reader.quarantined_groups
         return grant(self._store, len(seen - selection.live_groups) + self._outstanding)
 

@@ -1,4 +1,4 @@
-"""Segments: trajectories <-> Parquet bytes that pandas and DuckDB open, checked before they are believed.
+"""Segments: trajectories <-> Parquet bytes that pandas and DuckDB open, checked before they are used.
 
 The footer's metadata say which prompt indices the segment finished, so that a reissued claim skips them.
 Whether bytes are a good segment is a function of the bytes alone: every reader quarantines the same ones.
@@ -19,7 +19,7 @@ from rollout_bridge.errors import ExpectedError
 from rollout_bridge.trajectories.schema import SCHEMA_VERSION, Status, Trajectory, Turn, TurnKind, group_id
 
 FORMAT = b"rollout_bridge.trajectories"
-# What a reader is willing to decode; a segment of a sane worker is far below.
+# Limits of what a reader decodes; the segments of a worker are far below.
 MAX_ROWS = 1 << 17
 MAX_UNCOMPRESSED_BYTES = 4 << 30
 
@@ -68,7 +68,7 @@ _AS_THEY_ARE = [
 
 
 class SegmentError(ExpectedError, ValueError):
-    """These bytes are not a segment to trust; the message says what was found and what was expected."""
+    """These bytes are not a good segment; the message says what was found and what was expected."""
 
 
 def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) -> bytes:

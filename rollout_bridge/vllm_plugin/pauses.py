@@ -1,7 +1,7 @@
 """`/pause` that answers when the engine has stopped.
 
-vLLM 0.32's waits another 20 ms, so that its caller sees the last outputs before the answer. An update cares
-for no such order: every output carries the version it was made by, from the engine's own process, and the
+vLLM 0.32 waits another 20 ms, so that its caller sees the last outputs before the answer. An update does not
+need that order: every output carries the version that made it, from the engine's own process, and the
 requests of a drained or aborted engine end when they are done.
 """
 

@@ -2,8 +2,8 @@
 
 vLLM 0.32's readers of its shared memory queues call `sched_yield` in a loop for a second after each message,
 so an engine core that waits for its worker occupies a whole core while the worker computes. Where the cores
-are what the model runs on, the worker's threads and every neighbour of the server (the sync agent, rollout
-workers) lose it: on two cores an agent's copy of 0.1 s took 3 to 10 s, as long as requests ran.
+compute the model, that core is lost to the worker's threads and to other processes of the host (sync agent,
+rollout workers): on two cores an agent's copy of 0.1 s took 3 to 10 s while requests ran.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLEEP_SECONDS = 1e-4
 def wait_without_spinning() -> None:
     """Let readers and writers of this process sleep between two looks at a queue; on CPU platforms only.
 
-    vLLM's idle mode, which waits for a notification, does not serve: it may miss one, and looks again after
+    vLLM's idle mode, which waits for a notification, is no help: it may miss one, and then looks again after
     five seconds. Calling it again in the same process changes nothing.
     """
     from vllm.distributed.device_communicators import shm_broadcast

@@ -48,6 +48,3 @@ class MirrorWorkerExtension:
             )
         )
         return engine.stage_status()
-
-    def mirror_stage_status(self) -> dict[str, Any]:
-        return self._mirror_engine().stage_status()
