@@ -59,7 +59,9 @@ class Evaluator:
         self._closed: set[str] = set()  # answered, expired, or not for this engine
 
     async def next(self) -> EvaluationRequest | None:
-        """A request nobody answers yet, claimed for this worker; None if there is none for its engine."""
+        """A request that no worker answers yet, claimed for this worker; None if there is none for its
+        engine.
+        """
         for key in await asyncio.to_thread(self._store.list, EVALUATIONS_PREFIX):
             if key in self._closed:
                 continue

@@ -114,7 +114,8 @@ class RolloutWorker:
         self._written_groups = self._written_segments = self._evaluations = 0
 
     async def run(self, stop: asyncio.Event | None = None) -> WorkerReport:
-        """Works until told to end; then flushes finished groups, releases its claims and reports.
+        """Works until `stop` is set or the run is finished; then flushes finished groups, releases its claims
+        and reports.
 
         Raises `WorkerError` after a wait that was too long, and whatever the store raises; its claims then
         expire.

@@ -33,7 +33,7 @@ from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status
 from rollout_bridge.trajectories.selection import SelectionSettings
 from tests.rollout_bridge.failing import FailsOnce
-from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Options, Raising, TwoTurns
+from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Endless, Options, Raising, TwoTurns
 
 SETTINGS = WorkerSettings(
     run_seed=5,
@@ -243,6 +243,16 @@ def test_an_episode_that_raises_is_tried_again_then_recorded(store, engine, toke
     assert by_index[0].metadata["detail"] == "RuntimeError: the environment is broken"
     assert by_index[1].seed == derive_seed(5, 1, 0, 1 << 10), "another seed than that of the first try"
     assert (by_index[1].status, by_index[2].status) == (Status.OK, Status.OK)
+
+
+def test_an_episode_that_does_not_end_is_a_timeout_with_what_was_generated(store, engine, tokenizer) -> None:
+    grant(store, 1)
+    options = replace(SETTINGS, group_size=1, episode_seconds=2.0, temperature=0.0)
+    work(store, engine, Endless(), tokenizer, written(store, 1), options=options)
+    [row] = rows(store)
+    assert (row.status, row.metadata["detail"]) == (Status.TIMEOUT, "the episode took over 2 s")
+    assert tokenizer.decode(row.token_ids, skip_special_tokens=False) == "?t0=t0<eos>"
+    assert [request.prompt_ids for request in engine.asked] == [row.token_ids[:4].tolist()], "not tried again"
 
 
 def test_an_answer_that_never_comes_costs_its_group_while_others_are_answered(
