@@ -30,7 +30,7 @@ from rollout_bridge.trajectories import accounting
 from rollout_bridge.trajectories.claims import ClaimBook, grant
 from rollout_bridge.trajectories.log import LogReader, read_segment
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
-from rollout_bridge.trajectories.schema import Status
+from rollout_bridge.trajectories.schema import Status, group_id
 from rollout_bridge.trajectories.selection import SelectionSettings
 from tests.rollout_bridge.failing import FailsOnce
 from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Endless, Options, Raising, TwoTurns
@@ -155,11 +155,8 @@ def test_a_claim_is_complete_no_sooner_than_all_of_it_is_written(
     """Of two groups both are begun and one is never answered: it is given to the next worker."""
 
     class Once(make_engine):
-        calls = 0
-
         async def generate(self, requests):
-            self.calls += 1
-            if self.calls > 1:
+            if requests[0].affinity != group_id(0):
                 await asyncio.Event().wait()
             return await super().generate(requests)
 
@@ -634,12 +631,11 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     """The first segment is written at the end; with another group in it, it could be in the log twice."""
 
     class InOrder(make_engine):
-        first, failing = True, asyncio.Event()
+        failing = asyncio.Event()
 
         async def generate(self, requests):
-            if not self.first:
+            if requests[0].affinity != group_id(0):
                 await self.failing.wait()
-            self.first = False
             return await super().generate(requests)
 
     class Slow(FailsOnce):
@@ -661,7 +657,7 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     async def main():
         nonlocal loop, worker
         loop = asyncio.get_running_loop()
-        worker = RolloutWorker(slow, engine, environment, tokenizer, SETTINGS, "w")
+        worker = worker_of(slow, engine, environment, tokenizer)
         with pytest.raises(StoreError, match="injected"):
             await asyncio.wait_for(worker.run(asyncio.Event()), PATIENCE)
 
