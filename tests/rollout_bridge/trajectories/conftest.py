@@ -1,17 +1,37 @@
-"""Groups of trajectories with made-up tokens, and a fresh store in memory."""
+"""Groups of trajectories with made-up tokens, a fresh store in memory, and settings of a selection."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxtrain.rl.advantages.group_mean import GroupMean
 from rollout_bridge.store import Store
+from rollout_bridge.trajectories.gate import Gate
+from rollout_bridge.trajectories.groups import Boundary
 from rollout_bridge.trajectories.schema import Status, Trajectory, Turn, TurnKind
+from rollout_bridge.trajectories.selection import SelectionSettings
 
 MakeGroup = Callable[..., list[Trajectory]]
+TOKENS = 5  # of a trajectory of `make_group` without lengths and versions
+
+
+def selection_settings(target_tokens: int, **changes: Any) -> SelectionSettings:
+    """Lag at most 4, half of a trajectory fresh and half of a group valid, one length bin, no filter."""
+    usual = {
+        "gate": Gate(max_lag=4, min_fresh_fraction=0.5),
+        "min_valid_fraction": 0.5,
+        "boundary": Boundary.INCLUSIVE,
+        "length_bin_edges": (),
+        "routed_experts": None,
+        "advantage": GroupMean(),
+        "filters": (),
+    }
+    return SelectionSettings(target_tokens=target_tokens, **(usual | changes))
 
 
 @pytest.fixture
