@@ -14,7 +14,7 @@ import typer
 from rollout_bridge.errors import ExpectedError
 
 if TYPE_CHECKING:
-    from jaxtrain.config.schema import AsyncGrpoConfig, Config
+    from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
 
 WRONG_CONFIG = 2  # exit status: nothing was started
 FAILED = 1
@@ -40,7 +40,9 @@ Overrides = Annotated[
 ]
 
 
-def load(path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False) -> Config:
+def load(
+    path: Path, name: str | None, overrides: list[str] | None, *, fleet: bool = False
+) -> ExperimentConfig:
     """The checked config, or its problems on stderr and exit status 2.
 
     fleet: as a host reads it that has neither weights nor tokenizer: see `of_a_fleet`.
