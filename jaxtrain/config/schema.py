@@ -85,7 +85,7 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        """Of sizes that are given; one of -1 is known when there are devices: `training.context`."""
+        """Of sizes that are given; one of -1 is known when there are devices: `training.run`."""
         for field, problem in undivided(self.model, self.microbatches, known_sizes(self.mesh)):
             raise rejection(field, problem)
         return self

@@ -31,9 +31,9 @@ from rollout_bridge.trajectories.claims import ClaimBook, grant
 from rollout_bridge.trajectories.log import LogReader, read_segment
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status, group_id
-from rollout_bridge.trajectories.selection import SelectionSettings
 from tests.rollout_bridge.failing import FailsOnce
 from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Endless, Options, Raising, TwoTurns
+from tests.rollout_bridge.trajectories.conftest import selection_settings
 
 SETTINGS = WorkerSettings(
     run_seed=5,
@@ -555,7 +555,7 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     store = Store.open(url, probe=False)
     groups, now, step = 9, [1000.0], 0
     grant(store, groups)
-    selection = SelectionSettings(target_trajectories=6)
+    selection = selection_settings(6 * 7)  # six of 4 tokens of prompt, 2 of answer and the end
     environment = CopyEnvironment()
 
     def plan_some(count: int) -> None:
