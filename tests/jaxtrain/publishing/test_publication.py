@@ -22,7 +22,7 @@ from jaxtrain.training.phase import ScheduledValues
 from jaxtrain.training.programs import train_step
 from jaxtrain.training.progress import PhaseProgress, Progress
 from jaxtrain.training.state import TrainState
-from rollout_bridge import names
+from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.manifest import Kind, Latest, ManifestRef
@@ -133,10 +133,9 @@ def test_what_was_overtaken_is_counted_before_the_first_version_is_out() -> None
 def test_a_delta_has_no_blob_of_a_tensor_that_is_frozen(tmp_path) -> None:
     """After a real step that trains the output head alone; a reader then holds the whole model."""
     model = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")
-    shapes = {source.name: source.shape for source in names.tensors(HF_CONFIG)}
     store = Store.open(f"memory://{tmp_path.name}")
     run = create_or_join(
-        store, RunInfo.new(HF_CONFIG, plan_for(shapes, architecture="glm4_moe", serving=None), tokenizer={})
+        store, RunInfo.new(HF_CONFIG, plan_for(architectures.tensors(model), serving=None), tokenizer={})
     )
     publisher = tiny.publisher(store)
     publisher.take_over()
