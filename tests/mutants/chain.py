@@ -98,7 +98,7 @@ MUTANTS = (
         old="        except Exception:\n            self._view = None\n            raise\n",
         new="        except Exception:\n            raise\n",
         test=f"{_SUBSCRIBER}::test_a_reader_stopped_at_any_moment_of_an_update_is_one_version_again"
-        "[OSError-False-replace_file]",
+        "[OSError-False-write_whole]",
     ),
     Mutant(
         name="garbage-manifest-last",
