@@ -14,7 +14,7 @@ Values = np.ndarray | jax.Array
 
 @dataclass(frozen=True)
 class Column:
-    """A column that a loss reads besides those that every batch has.
+    """A column that a loss reads besides the standard ones.
 
     name: in the batch and in the documents. dtype: a numpy name. fill: where there is no document, and in
     documents without the column. of: what a value belongs to: an "input" token, the "target" token that is
@@ -50,7 +50,7 @@ class Batch:
         return self.columns[name]
 
     def get(self, name: str) -> Values | None:
-        """The column, None if no one declared it."""
+        """The column, None if it was not declared."""
         return self.columns.get(name)
 
     @property

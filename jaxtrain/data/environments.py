@@ -13,7 +13,7 @@ from rollout_bridge.rollouts.transcript import prompt_ids
 
 
 def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpec:
-    """What every process of the run builds its environment from, with `options` in place of the config's.
+    """The environment that every process of the run builds, with `options` in place of the config's.
 
     Raises `ConfigError` where the recipe has no environment.
     """
@@ -24,7 +24,7 @@ def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpe
 
 
 def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
-    """The training split. Raises `EnvironmentConfigError` for options it refuses."""
+    """The training split. Raises `EnvironmentConfigError` for invalid options."""
     return environment_spec(config, **options).create()
 
 

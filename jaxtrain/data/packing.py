@@ -1,7 +1,7 @@
 """Best-fit packing of whole documents into fixed rows, and rows into microbatches.
 
 Pure and global: the same documents in the same order give the same batch in every process. Documents are
-never cut. One longer than a row is an error: its source decides what to leave out.
+never cut. A document longer than a row is an error: its source must shorten or skip it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout_bridge.errors import ExpectedError
 
 
 class PackingError(ExpectedError, ValueError):
-    """A document that fits no row; names its length and the remedy."""
+    """A document that does not fit in a row; names its length and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Document:
     """T tokens, at least one.
 
     tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t; that of
-    the first is never used. columns: by name, what a loss reads besides: [T, ...], indexed as `tokens`, or
-    one number for the whole document.
+    the first is never used. columns: more that a loss reads, by name: [T, ...], indexed as `tokens`, or one
+    number for the whole document.
     """
 
     tokens: np.ndarray
@@ -69,7 +69,7 @@ def pack(
     bins = best_fit([max(len(d.tokens) - 1, 1) for d in documents], sequence_length)
     microbatches = max(-(-len(bins) // rows), 1)
     shape = (microbatches * rows, sequence_length)
-    arrays = {name: np.zeros(shape, dtype) for name, dtype in STANDARD.items()}
+    arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in STANDARD.items()}
     for column in columns:
         arrays[column.name] = np.full((*shape, *column.shape), column.fill, column.dtype)
     for row, members in enumerate(bins):

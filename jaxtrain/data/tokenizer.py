@@ -17,7 +17,7 @@ from rollout_bridge.rollouts.environments.base import Environment
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
-PROMPTS = 1000  # enough to tell the words of a task's template from its content
+PROMPTS = 1000  # enough to separate the words of a task's template from its content
 SHARED_FRACTION = 0.5  # a word in at least this fraction of the prompts belongs to the template
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"

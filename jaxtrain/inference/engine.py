@@ -1,8 +1,8 @@
 """The embedded rollout engine: contract 3 on JAX, for one machine and for synchronous colocated runs.
 
-One thread owns the device: it admits requests into slots, decodes a few tokens, hands out what finished, and
-between two decodes swaps weights that another thread has made ready. Requests run across swaps; every token
-carries the version it was sampled from.
+One thread owns the device. It admits requests into slots, decodes a few tokens, returns finished requests,
+and swaps in weights that another thread has loaded. Requests run across swaps; every token is marked with the
+version it was sampled from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollout_bridge.weights.read.update import Update
 
 log = logging.getLogger(__name__)
 
-STOP_WIDTH = 4  # stop ids of a request before a wider program is compiled
+STOP_WIDTH = 4  # stop ids of a request; more compile a wider program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class EngineSettings:
     """slots: requests decoded together. prompts: distinct prompts admitted at once.
 
     max_prompt, max_length: tokens.
-    decode_tokens: tokens a slot makes between two looks at the queue and at new weights.
+    decode_tokens: tokens decoded between two checks of the queue and of new weights.
     capture_routed_experts: return the experts of every token, for router replay.
     """
 
@@ -118,7 +118,7 @@ class EmbeddedEngine:
         try:
             return list(await asyncio.gather(*(entry.future for entry in entries)))
         except BaseException:
-            # A cancelled caller must not leave slots busy with requests nobody waits for.
+            # Requests of a cancelled caller must not keep slots busy.
             for entry in entries:
                 entry.future.cancel()
             raise
@@ -149,7 +149,11 @@ class EmbeddedEngine:
     async def health(self) -> Health:
         with self._wake:
             busy = sum(entry is not None for entry in self._running)
-            metrics = {"running": busy, "waiting": len(self._waiting), "generated_tokens": self._generated}
+            metrics: dict[str, float] = {
+                "running": busy,
+                "waiting": len(self._waiting),
+                "generated_tokens": self._generated,
+            }
             if self._failure is not None or self._closed:
                 reason = self._failure or "the engine is closed"
                 return Health(ready=False, version=self._version, reason=reason, metrics=metrics)
@@ -204,10 +208,7 @@ class EmbeddedEngine:
             self._fail("embedded engine: closed while requests were running")
 
     def _compile(self) -> None:
-        """Compiles everything before the first weights arrive, on zeros of their shapes.
-
-        No request waits for it.
-        """
+        """Compiles everything on zeros before the first weights arrive, so that no request waits for it."""
         settings = self.settings
         floats = {
             path: np.float32 if path in self._definition.buffers else self._compute_dtype
@@ -265,7 +266,7 @@ class EmbeddedEngine:
         if self.settings.kv_policy is KvPolicy.RECOMPUTE and not first:
             self._recompute()
         pause = time.perf_counter() - started
-        with self._wake:  # not before, so that a failure is told to whoever waits for it
+        with self._wake:  # only now: `_fail` rejects the swap if something above raised
             if self._swap is swap:
                 self._swap = None
         resolve(swap.loop, swap.done, pause)
@@ -290,7 +291,8 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Moves waiting requests into free slots, up to `prompts` distinct prompts."""
-        if self._params is None:
+        version = self._version
+        if self._params is None or version is None:
             return
         free = [index for index, entry in enumerate(self._running) if entry is None]
         chosen: list[tuple[int, Running]] = []
@@ -301,10 +303,8 @@ class EmbeddedEngine:
                 entry = self._waiting.popleft()
                 if entry.future.cancelled():
                     continue
-                missed = (
-                    entry.request.exact_version is not None and entry.request.exact_version < self._version
-                )
-                if missed:
+                exact = entry.request.exact_version
+                if exact is not None and exact < version:
                     self._deliver(entry, FinishReason.ABORT)
                     continue
                 prompt = tuple(entry.request.prompt_ids)
@@ -313,7 +313,7 @@ class EmbeddedEngine:
                     distinct.setdefault(prompt, len(distinct))
                     slot = free[len(chosen)]
                     chosen.append((slot, entry))
-                    self._running[slot] = entry  # waiting or running at any time, as `_fail` finds it
+                    self._running[slot] = entry  # in one of the two lists at any time: `_fail` reads both
                 else:
                     kept.append(entry)
             self._waiting = kept
@@ -352,7 +352,7 @@ class EmbeddedEngine:
         )
 
     def _decode(self) -> None:
-        """A few tokens for every slot."""
+        """Decodes a few tokens for every slot."""
         width = max((len(e.request.stop_ids) for e in self._running if e is not None), default=0)
         stop_ids = np.full((self.settings.slots, max(STOP_WIDTH, width)), -1, np.int32)
         for index, entry in enumerate(self._running):

@@ -1,4 +1,4 @@
-"""A request inside the embedded engine: what it has generated, under which versions, and who waits for it."""
+"""A request inside the embedded engine: what it has generated, under which versions, and its future."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_bridge.engines.protocol import Completion, Request, VersionSpan
 
 @dataclass
 class Running:
-    """A request that is waiting or in a slot. Arrays of generated tokens grow decode by decode."""
+    """A request that is waiting or in a slot. Lists of generated tokens grow with each decode."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
@@ -53,14 +53,14 @@ def routed_experts(entry: Running) -> np.ndarray:
 
 def resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], value: Any) -> None:
     """Gives `future` its result, from any thread."""
-    _tell(loop, lambda: future.done() or future.set_result(value))
+    _schedule(loop, lambda: future.done() or future.set_result(value))
 
 
 def reject(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], error: Exception) -> None:
     """Gives `future` its exception, from any thread."""
-    _tell(loop, lambda: future.done() or future.set_exception(error))
+    _schedule(loop, lambda: future.done() or future.set_exception(error))
 
 
-def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(say)
+def _schedule(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the future
+        loop.call_soon_threadsafe(call)

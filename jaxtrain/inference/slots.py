@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.data.batch import Values
 from jaxtrain.models.decoder import Cache
 from jaxtrain.models.definition import Definition, Params
 
@@ -26,7 +27,7 @@ class Slots:
 
     cache: keys and values of positions before `position`. token: next input, at `position` (int32 [B]).
     generated, limit: tokens made and allowed. active: bool [B]. temperature: float32 [B], 0 is greedy.
-    seed: uint32 [B]; token t of a request uses the key (seed, t), whatever else runs beside it.
+    seed: uint32 [B]; token t of a request uses the key (seed, t), whatever the other slots hold.
     """
 
     cache: Cache
@@ -41,8 +42,8 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Decoded:
-    """C steps.
+class DecodedTokens:
+    """Tokens of C decode steps.
 
     tokens int32 [C, B], logprobs float32 [C, B], valid bool [C, B]; experts int32 [C, B, Lm, k].
     """
@@ -61,13 +62,13 @@ class Insertion:
     A slot index of B is an empty entry. All [M].
     """
 
-    slot: jax.Array
-    source: jax.Array
-    token: jax.Array
-    position: jax.Array
-    limit: jax.Array
-    temperature: jax.Array
-    seed: jax.Array
+    slot: Values
+    source: Values
+    token: Values
+    position: Values
+    limit: Values
+    temperature: Values
+    seed: Values
 
 
 def empty_cache(definition: Definition, *, batch: int, length: int) -> Cache:
@@ -78,7 +79,7 @@ def empty_cache(definition: Definition, *, batch: int, length: int) -> Cache:
 
 
 def empty_slots(definition: Definition, *, slots: int, length: int) -> Slots:
-    """Idle slots; their position is past the cache, so that they write nowhere."""
+    """Idle slots; their position is past the cache, so they write nothing."""
     ints = partial(jnp.zeros, (slots,), jnp.int32)
     return Slots(
         cache=empty_cache(definition, batch=slots, length=length),
@@ -109,7 +110,7 @@ def insert(slots: Slots, prompts: Cache, entry: Insertion) -> Slots:
     p = prompts.keys.shape[2]
     at = entry.slot
 
-    def put(array: jax.Array, value: jax.Array) -> jax.Array:
+    def put(array: jax.Array, value: Values) -> jax.Array:
         return array.at[at].set(value, mode="drop")
 
     return Slots(
@@ -141,13 +142,15 @@ def with_cache(slots: Slots, cache: Cache) -> Slots:
 @partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
 def decode(
     definition_static: _Static, params: Params, slots: Slots, steps: int, stop_ids_BK: jax.Array
-) -> tuple[Slots, Decoded]:
-    """Advances every active slot by up to `steps` tokens; a slot stops at its limit or at one of its
-    stop ids (int32 [B, K], -1 fills)."""
+) -> tuple[Slots, DecodedTokens]:
+    """Advances every active slot by up to `steps` tokens.
+
+    A slot stops at its limit or at one of its stop ids (int32 [B, K], filled up with -1).
+    """
     definition = definition_static.definition
     length = slots.cache.keys.shape[2]
 
-    def step(slots: Slots, _: None) -> tuple[Slots, Decoded]:
+    def step(slots: Slots, _: None) -> tuple[Slots, DecodedTokens]:
         model = definition.bind(params)
         position = jnp.where(slots.active, slots.position, length)
         hidden, cache, experts = model.extend(slots.token[:, None], position[:, None], slots.cache)
@@ -164,7 +167,7 @@ def decode(
             temperature=slots.temperature,
             seed=slots.seed,
         )
-        return moved, Decoded(token, logprob, slots.active, experts[:, 0])
+        return moved, DecodedTokens(token, logprob, slots.active, experts[:, 0])
 
     return jax.lax.scan(step, slots, None, length=steps)
 

@@ -1,4 +1,4 @@
-"""From the weight chain's canonical bits to the parameters that the embedded engine decodes with."""
+"""Converts the weight chain's canonical bits to the parameters of the embedded engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(
     """Parameters of the version in `update`, on the default device.
 
     Matrices are dequantised exactly (BF16) and kept in `compute_dtype`; the router's bias stays float32. A
-    stacked parameter none of whose tensors changed is shared with `old`.
+    stacked parameter without a changed tensor is shared with `old`.
     """
     sources = architectures.tensors(hf_config)
     changed = {source.path for source in sources if _changed(source, update)}

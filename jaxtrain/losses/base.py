@@ -1,12 +1,11 @@
 """What a loss is: a frozen dataclass of its options that maps a microbatch to unnormalised sums.
 
 A new loss is a new file. It declares the columns it reads, and its metrics are the keys of what it returns:
-nothing else in the trainer has to know them.
+no other code of the trainer names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch, Column
 from jaxtrain.models.balance import RouterStatistics
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.definition import Definition, Params
 
 Arrays = dict[str, jax.Array]
-Params = Mapping[str, jax.Array]
 
 REPLAYED = "routed_experts"  # column of the experts that each input token keeps where they are plausible
 
@@ -28,9 +26,8 @@ REPLAYED = "routed_experts"  # column of the experts that each input token keeps
 class LossSums:
     """Sums over the tokens of a microbatch; float32 scalars.
 
-    loss: is differentiated; its denominator is the batch's `weight`. metrics: sums with the same denominator.
-    mtp: loss of the multi-token prediction layers, a sum that `LossScales.mtp` multiplies; None without such
-    layers.
+    loss: differentiated; its denominator is the batch's `weight`. metrics: sums with the same denominator.
+    mtp: loss of the multi-token prediction layers, which `LossScales.mtp` multiplies; None without them.
     """
 
     loss: jax.Array
@@ -45,11 +42,11 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What it reads of a batch besides the standard columns."""
+        """The columns that it reads besides the standard ones."""
         ...
 
     def __call__(self, definition: Definition, params: Params, batch: Batch) -> LossSums:
-        """params: by path, trained, frozen and buffers; those of further models under a prefix of their own.
+        """params: by path, trained, frozen and buffers; those of other models under a prefix.
 
         batch: arrays [row, sequence, ...].
         """

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.losses.base import LossSums, Params
+from jaxtrain.losses.base import LossSums
 from jaxtrain.losses.target_logprobs import target_nll
 from jaxtrain.models.balance import RouterStatistics, joined
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.definition import Definition, Params
 
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """What each depth sees and predicts, [n, B, S].
+    """Inputs and targets of each depth, [n, B, S].
 
     tokens: at depth k (from 1) and position i, the document's token i + k. targets: token i + k + 1.
     weights: of those targets. segment_ids: 0 where the document has no such target.
@@ -31,7 +31,7 @@ class MtpTargets:
 
 
 def mtp_targets(batch: Batch, depths: int) -> MtpTargets:
-    """From a microbatch [B, S], whose `targets` are the tokens that follow."""
+    """Computed from a microbatch [B, S], whose `targets` are the next tokens."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights)
     segments = jnp.asarray(batch.segment_ids)
     alike = [segments == _shift(segments, k) for k in range(1, depths + 1)]
@@ -52,9 +52,9 @@ class DraftLoss:
 
 
 def draft_loss(definition: Definition, params: Params, hidden_BSD: jax.Array, batch: Batch) -> DraftLoss:
-    """Negative log-likelihood of the tokens further ahead, given the decoder's final hidden states.
+    """Negative log-likelihood of later tokens, given the decoder's final hidden states.
 
-    Its denominator is the batch's token weight, as the main loss's is, though each depth predicts a token
+    Its denominator is the batch's token weight, as for the main loss, although each depth predicts one token
     less of each document (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
     """
     ahead = mtp_targets(batch, definition.config.num_nextn_predict_layers)

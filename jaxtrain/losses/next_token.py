@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch, Column
-from jaxtrain.losses.base import LossSums, Params, final_hidden
+from jaxtrain.losses.base import LossSums, final_hidden
 from jaxtrain.losses.mtp import with_drafts
 from jaxtrain.losses.target_logprobs import target_nll
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.definition import Definition, Params
 
 
 @dataclass(frozen=True)

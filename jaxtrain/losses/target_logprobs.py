@@ -1,8 +1,7 @@
 """Log-probabilities of targets from final hidden states, or their weighted sum, on one device or on a mesh.
 
 On a mesh every device projects its own tokens: a scan over chunks of all tokens would project each of them
-on every device. The head is gathered once; devices of the tensor axis, which hold the same tokens, share
-them out.
+on every device. The head is gathered once. Devices of the tensor axis hold the same tokens and split them.
 """
 
 # B rows, S sequence, N tokens of a device, D model, V vocabulary
@@ -129,7 +128,7 @@ def _head_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def _whole_head(head_DV: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gathered from the devices that hold its parts; under shard_map."""
+    """The head, gathered from the devices that hold its parts; under shard_map."""
     for axis, dimension in ((FSDP_AXIS, 0), (TENSOR_AXIS, 1)):
         if axis_size(mesh, axis) > 1:
             head_DV = jax.lax.all_gather(head_DV, axis, axis=dimension, tiled=True)

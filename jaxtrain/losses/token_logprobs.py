@@ -1,4 +1,4 @@
-"""Log-probability of given tokens without ever holding logits [tokens, vocabulary] whole."""
+"""Log-probability of given tokens without holding all logits [tokens, vocabulary] at once."""
 
 # N tokens, C tokens of a chunk, D model, V vocabulary
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-VOCABULARY_MULTIPLE = 64  # products of other widths were seen to run three times slower
+VOCABULARY_MULTIPLE = 64  # products of other widths ran three times slower
 
 
 @jax.tree_util.register_dataclass
@@ -21,25 +22,25 @@ class TokenLogprobs:
     Both are 0 where a token is not counted. The entropy has no gradient.
     """
 
-    logprobs: jax.Array
-    entropy: jax.Array
+    logprobs: Float[Array, " N"]
+    entropy: Float[Array, " N"]
 
 
 def token_logprobs(
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
+    hidden_ND: Float[Array, "N D"],
+    head_DV: Float[Array, "D V"],
+    targets_N: Int[Array, " N"],
     *,
-    temperature_N: jax.Array | None = None,
-    counted_N: jax.Array | None = None,
+    temperature_N: Float[Array, " N"] | None = None,
+    counted_N: Bool[Array, " N"] | None = None,
     chunk: int = 1024,
 ) -> TokenLogprobs:
     """log softmax(hidden @ head / temperature)[target], statistics in float32.
 
     Tokens are projected `chunk` at a time and the backward pass recomputes each chunk's logits, so the
     largest temporary is [chunk, V]. `temperature_N` must be positive and has no gradient; None means 1.
-    Tokens that are not counted (bool, None: all are) are not projected: the counted ones are moved together
-    and chunks without any are left out. A vocabulary that is no multiple of 64 is padded with columns of
+    Tokens that are not counted (None: all are) are not projected: the counted ones are moved together and
+    chunks without any are left out. A vocabulary that is no multiple of 64 is padded with columns of
     probability 0.
     """
     n = hidden_ND.shape[0]
@@ -74,7 +75,7 @@ class Ordered:
 
 
 def padded_head(head_DV: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """With columns of zeros up to a multiple of `VOCABULARY_MULTIPLE`."""
+    """The head with columns of zeros up to a multiple of `VOCABULARY_MULTIPLE`."""
     return jnp.pad(head_DV, ((0, 0), (0, -head_DV.shape[1] % VOCABULARY_MULTIPLE))).astype(dtype)
 
 
@@ -176,7 +177,7 @@ class Softmax:
 
 
 def softmax_of(logits_CV: jax.Array, targets_C: jax.Array) -> Softmax:
-    """Logits may be minus infinity, the targets' excepted."""
+    """Logits may be minus infinity, except those of the targets."""
     largest_C = logits_CV.max(axis=-1)
     raised_CV = jnp.exp(logits_CV - largest_C[:, None])
     total_C = raised_CV.sum(-1)

@@ -1,6 +1,6 @@
 """Weighted negative log-likelihood of given tokens, with the gradient computed in the forward pass.
 
-Where weights are known beforehand, a chunk's gradient needs nothing but its logits: computed beside the loss,
+Where weights are known in advance, a chunk's gradient needs only its logits. Computed together with the loss,
 it saves projecting every token a second time, which `token_logprobs` has to do. The idea is that of fused
 linear cross entropies (Liger Kernel, arXiv 2410.10989, section 3.2).
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_of, padded_head, softmax_of
 
@@ -21,21 +22,27 @@ from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedNll:
-    """Float32 scalars, sums over tokens of weight times: negative log-likelihood; entropy in nats, which has
-    no gradient.
+    """Sums over tokens of weight times negative log-likelihood, and of weight times entropy in nats.
+
+    The entropy has no gradient.
     """
 
-    loss: jax.Array
-    entropy: jax.Array
+    loss: Float[Array, ""]
+    entropy: Float[Array, ""]
 
 
 def weighted_nll(
-    hidden_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array, weights_N: jax.Array, *, chunk: int = 1024
+    hidden_ND: Float[Array, "N D"],
+    head_DV: Float[Array, "D V"],
+    targets_N: Int[Array, " N"],
+    weights_N: Float[Array, " N"],
+    *,
+    chunk: int = 1024,
 ) -> WeightedNll:
     """Sums over tokens of -weight * log softmax(hidden @ head)[target], statistics in float32.
 
-    Tokens are projected once, `chunk` at a time, those of weight 0 not at all. Weights have no gradient. As
-    `token_logprobs` at temperature 1 in all else.
+    Tokens are projected once, `chunk` at a time, those of weight 0 not at all. Weights have no gradient.
+    Otherwise as `token_logprobs` at temperature 1.
     """
     order = Ordered(weights_N != 0, chunk=min(chunk, hidden_ND.shape[0]))
     loss, entropy = _summed(

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtrain.models.attention_kernels import Documents, attend_documents, masked_attention
+from jaxtrain.models.attention_kernels import AttentionSegments, attend_documents, masked_attention
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.norm import rms_norm
 from jaxtrain.models.parameters import Linear, ones, parameter
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         return self._project_out(masked_attention(q_BSHh, k_BTKh, v_BTKh, mask_BST))
 
     def attend_documents(
-        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, documents: Documents
+        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, documents: AttentionSegments
     ) -> jax.Array:
         """Causal attention within packed documents, and output projection -> [B, S, D]."""
         implementation = self.config.attention_implementation

@@ -1,10 +1,10 @@
 """Softmax attention of packed documents in memory linear in the sequence: online softmax over chunks of keys.
 
-Every chunk of queries visits the chunks of keys that hold something it may see, and no others: later tokens
-and other documents cost nothing. The backward pass recomputes scores from the log-sum-exp of each query.
+A chunk of queries is combined only with chunks of keys that it may attend to: chunks of later tokens and of
+other documents are skipped. The backward pass recomputes scores from the log-sum-exp of each query.
 Source: FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
 
-`Part` results of disjoint sets of keys can be merged, which is what attention over several devices does.
+Results of disjoint sets of keys can be merged (`merge`), which is what attention over several devices does.
 """
 
 # B rows, S queries, T keys, K kv heads, G query heads of a kv head, h head dim, n chunks, C tokens of one
@@ -24,7 +24,7 @@ _QUERY_PADDING, _KEY_PADDING = -1, -2  # segments that equal no other
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens these are. index: int32 [S], place in the whole row. segments: int32 [B, S]."""
+    """Identity of some tokens. index: int32 [S], place in the whole row. segments: int32 [B, S]."""
 
     index: jax.Array
     segments: jax.Array
@@ -32,7 +32,7 @@ class Tokens:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Part:
+class PartialAttention:
     """Attention over some keys.
 
     out: float32 [B, S, K, G, h]. lse: float32 [B, K, G, S], log-sum-exp of the scores, NOTHING without a key.
@@ -42,22 +42,22 @@ class Part:
     lse: jax.Array
 
 
-def merge(one: Part, other: Part) -> Part:
+def merge(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     """Attention over the keys of both."""
     lse = jnp.logaddexp(one.lse, other.lse)
     weigh = lambda part: jnp.moveaxis(jnp.exp(part.lse - lse), -1, 1)[..., None] * part.out  # noqa: E731
-    return Part(out=weigh(one) + weigh(other), lse=lse)
+    return PartialAttention(out=weigh(one) + weigh(other), lse=lse)
 
 
 def attend_part(
     q_BSKGh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, queries: Tokens, keys: Tokens
-) -> Part:
+) -> PartialAttention:
     """Scaled softmax attention of queries to those keys that are not later and of the same document."""
     s = q_BSKGh.shape[1]
     q_n, queries_n = _chunks(q_BSKGh), _token_chunks(queries, _QUERY_PADDING)
     k_n, v_n, keys_n = _chunks(k_BTKh), _chunks(v_BTKh), _token_chunks(keys, _KEY_PADDING)
 
-    def of_queries(_: None, chunk: tuple[jax.Array, Tokens]) -> tuple[None, Part]:
+    def of_queries(_: None, chunk: tuple[jax.Array, Tokens]) -> tuple[None, PartialAttention]:
         q, queries = chunk
         b, c, k_heads, group, h = q.shape
         start = (
@@ -86,11 +86,11 @@ def attend_part(
         seen = total > 0
         out = mixed / jnp.where(seen, total, 1.0)[..., None]
         lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1.0)), NOTHING)
-        return None, Part(out=jnp.moveaxis(out, 3, 1), lse=lse)
+        return None, PartialAttention(out=jnp.moveaxis(out, 3, 1), lse=lse)
 
     _, parts = jax.lax.scan(of_queries, None, (q_n, queries_n))
     lse = jnp.moveaxis(parts.lse, 0, -2)
-    return Part(out=_whole(parts.out, s), lse=lse.reshape(*lse.shape[:-2], -1)[..., :s])
+    return PartialAttention(out=_whole(parts.out, s), lse=lse.reshape(*lse.shape[:-2], -1)[..., :s])
 
 
 def attend_part_gradient(
@@ -99,12 +99,12 @@ def attend_part_gradient(
     v_BTKh: jax.Array,
     queries: Tokens,
     keys: Tokens,
-    whole: Part,
+    whole: PartialAttention,
     grad_out_BSKGh: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What these keys add to the float32 gradients of q, k and v.
 
-    whole: attention over all keys, of which these may be a part. grad_out: the gradient of its `out`.
+    whole: attention over all keys; these keys may be a part of them. grad_out: the gradient of its `out`.
     """
     s, t = q_BSKGh.shape[1], k_BTKh.shape[1]
     delta_BKGS = jnp.einsum("BSKGh,BSKGh->BKGS", grad_out_BSKGh.astype(jnp.float32), whole.out)
@@ -137,14 +137,15 @@ def attend_part_gradient(
                 )
 
             def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
-                return tuple(jnp.zeros(a.shape, jnp.float32) for a in (q, k, v))
+                zeros = [jnp.zeros(a.shape, jnp.float32) for a in (q, k, v)]
+                return zeros[0], zeros[1], zeros[2]
 
             add_q, add_k, add_v = jax.lax.cond(_meet(queries, keys), products, nothing)
             return (grad_q + add_q, grad_k_n.at[index].add(add_k), grad_v_n.at[index].add(add_v)), None
 
         start = (jnp.zeros(q.shape, jnp.float32), *carry)
-        (grad_q, *carry), _ = jax.lax.scan(of_keys, start, jnp.arange(k_n.shape[0]))
-        return tuple(carry), grad_q
+        (grad_q, grad_k_n, grad_v_n), _ = jax.lax.scan(of_keys, start, jnp.arange(k_n.shape[0]))
+        return (grad_k_n, grad_v_n), grad_q
 
     start = (jnp.zeros(k_n.shape, jnp.float32), jnp.zeros(v_n.shape, jnp.float32))
     (grad_k_n, grad_v_n), grad_q_n = jax.lax.scan(
@@ -185,7 +186,7 @@ def _chunks(x_BSx: jax.Array, fill: int = 0) -> jax.Array:
 
 
 def _token_chunks(tokens: Tokens, padding: int) -> Tokens:
-    """Padding has a segment of its own, and the last index: the bounds of a chunk stay as they are."""
+    """Padding has its own segment and repeats the last index, so a chunk's largest index is unchanged."""
     size = _chunk_size(tokens.index.size)
     count = -(-tokens.index.size // size)
     index = jnp.pad(tokens.index, (0, count * size - tokens.index.size), mode="edge").reshape(count, size)

@@ -1,8 +1,8 @@
 """Causal attention within packed documents: which implementation, and how it runs on a mesh.
 
-All implementations are the same function. XLA holds the scores [S, S] of one layer at a time and is left to
-the compiler's partitioner. The others run on each device's own rows and heads. A sequence split between
-devices always takes the ring of chunks (`context_parallel`).
+All implementations compute the same function. XLA holds the scores [S, S] of one layer at a time, and the
+compiler partitions it. The others run on each device's own rows and heads. A sequence split between devices
+always uses the ring of chunks (`context_parallel`).
 """
 
 # B rows, S sequence, H heads, K kv heads, G = H/K, h head dim
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,13 @@ from jaxtrain.models.placement import (
     spans_devices,
 )
 
-SPLASH_BLOCK = (
-    512  # queries and keys of a tile; smaller sequences take one tile of a multiple of SPLASH_LANES
-)
+SPLASH_BLOCK = 512  # queries and keys of a tile; a smaller sequence is one tile, a multiple of SPLASH_LANES
 SPLASH_LANES = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Documents:
+class AttentionSegments:
     """The document of each token, int32 [B, S], 0 is padding; the mask [B, S, S] where one is used."""
 
     segment_ids: jax.Array
@@ -49,10 +48,10 @@ def documents(
     *,
     dtype: jax.typing.DTypeLike,
     mesh: Mesh | None,
-) -> Documents:
-    """What every layer's attention needs to know of a batch, computed once. dtype: of its queries."""
+) -> AttentionSegments:
+    """What the attention of every layer reads from a batch, computed once. dtype: of the queries."""
     whole = resolve(implementation, dtype=dtype, mesh=mesh) is AttentionImplementation.XLA
-    return Documents(segment_ids_BS, document_mask(segment_ids_BS) if whole else None)
+    return AttentionSegments(segment_ids_BS, document_mask(segment_ids_BS) if whole else None)
 
 
 def document_mask(segment_ids_BS: jax.Array) -> jax.Array:
@@ -65,8 +64,9 @@ def document_mask(segment_ids_BS: jax.Array) -> jax.Array:
 def resolve(
     implementation: AttentionImplementation, *, dtype: jax.typing.DTypeLike, mesh: Mesh | None
 ) -> AttentionImplementation:
-    """The implementation that runs for queries of `dtype`. Raises ValueError for one the platform lacks, or
-    lacks in this dtype: cuDNN has no float32.
+    """The implementation that runs for queries of `dtype`.
+
+    Raises ValueError if the platform lacks it, or lacks it in this dtype: cuDNN has no float32.
     """
     if axis_size(mesh, SEQUENCE_AXIS) > 1:
         return AttentionImplementation.CHUNKED
@@ -82,8 +82,8 @@ def resolve(
         )
     if implementation is AttentionImplementation.CUDNN and full:
         raise ValueError(
-            "attention implementation 'cudnn' has no float32; compute in bfloat16, or choose auto, xla or "
-            "chunked"
+            "attention implementation 'cudnn' has no float32; compute in bfloat16, or choose auto, "
+            "xla or chunked"
         )
     return implementation
 
@@ -92,18 +92,18 @@ def attend_documents(
     q_BSHh: jax.Array,
     k_BSKh: jax.Array,
     v_BSKh: jax.Array,
-    documents: Documents,
+    documents: AttentionSegments,
     *,
     implementation: AttentionImplementation,
     mesh: Mesh | None,
 ) -> jax.Array:
     """Scaled softmax attention (float32 statistics) within documents -> [B, S, H, h].
 
-    Raises ValueError when the tensor axis divides neither the kv heads nor is a multiple of them.
+    Raises ValueError when the tensor axis neither divides the kv heads nor is a multiple of them.
     """
     chosen = resolve(implementation, dtype=q_BSHh.dtype, mesh=mesh)
     if chosen is AttentionImplementation.XLA:
-        # Its scores [S, S] would be most of what a layer keeps, and cost less to compute again than to store.
+        # Recompute the scores [S, S] in the backward pass: stored, they would be most of a layer's memory.
         return jax.checkpoint(masked_attention)(q_BSHh, k_BSKh, v_BSKh, documents.mask)
     local = {
         AttentionImplementation.CHUNKED: partial(_chunked, ring=_ring(mesh)),
@@ -145,7 +145,7 @@ def _ring(mesh: Mesh | None) -> Ring:
 
 
 def _cudnn(q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, segments_BS: jax.Array) -> jax.Array:
-    """Flash attention of cuDNN; documents are told apart by a bias [B, 1, S, S] in the dtype of q."""
+    """Flash attention of cuDNN; a bias [B, 1, S, S] in the dtype of q separates documents."""
     same = segments_BS[:, None, :, None] == segments_BS[:, None, None, :]
     return jax.nn.dot_product_attention(
         q_BSHh, k_BSKh, v_BSKh, mask=same, is_causal=True, implementation="cudnn"
@@ -167,7 +167,8 @@ def _splash(
     return out.transpose(0, 2, 1, 3)[:, :s].astype(q_BSHh.dtype)
 
 
-def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
+def _splash_kernel(heads: int, length: int, block: int, interpret: bool) -> Any:
+    """Typed Any: its call is typed as a tuple with residuals, which exist only on request."""
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
     sizes = splash_attention.BlockSizes(
         block_q=block,
@@ -185,7 +186,7 @@ def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
 
 
 def _for_tensor_axis(x_BSKh: jax.Array, size: int) -> jax.Array:
-    """kv heads repeated until the tensor axis divides them: each of its devices then holds one of them."""
+    """kv heads, repeated until the tensor axis divides them: each of its devices then holds one head."""
     k = x_BSKh.shape[2]
     if k % size == 0:
         return x_BSKh

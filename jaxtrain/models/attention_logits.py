@@ -1,4 +1,4 @@
-"""The largest attention logit of each head, which QK-clip acts on; whatever kernel attention itself uses."""
+"""The largest attention logit of each head, which QK-clip reads; independent of the attention kernel."""
 
 # B batch, S sequence, C chunk of queries, H heads, K kv heads, G = H/K, h head dim
 
@@ -13,8 +13,8 @@ _CHUNK = 1024  # queries at a time: scores of a whole long row would not fit
 def max_logits(q_BSHh: jax.Array, k_BSKh: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
     """Largest q.k / sqrt(h) over the pairs that attention sees (same document, not later) -> float32 [H].
 
-    Rotated queries and keys. Without gradient. Padding (segment id 0) counts for nothing; a batch of padding
-    alone gives the smallest float32.
+    Queries and keys are rotated. No gradient flows. Padding (segment id 0) is ignored; a batch of only
+    padding gives the smallest float32.
     """
     q_BSHh, k_BSKh = jax.lax.stop_gradient((q_BSHh, k_BSKh))
     b, s, heads, h = q_BSHh.shape

@@ -1,4 +1,4 @@
-"""What the routers of a batch did: load of each expert and the sequence-level balance loss."""
+"""Router statistics of a batch: the load of each expert and the sequence-level balance loss."""
 
 # B batch, S sequence, L layers, E experts, k experts a token
 
@@ -20,7 +20,7 @@ CORRECTION_BIASES = ("moe/mlp/router/correction_bias", "mtp/layer/mlp/router/cor
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterStatistics:
-    """Sums over valid tokens, one row a MoE layer, and what else a batch's forward pass is asked for.
+    """Sums over valid tokens, one row a MoE layer, and optional outputs of the forward pass.
 
     counts: float32 [Lm, E], tokens that chose each expert.
     balance: float32 [Lm], sequence-level balance loss summed over sequences' tokens (see `sequence_balance`).
@@ -56,7 +56,7 @@ def sequence_balance(routing: Routing, segment_ids_BS: jax.Array, config: ModelC
 def statistics(
     routing: Routing | None, segment_ids_BS: jax.Array, config: ModelConfig, *, with_experts: bool = False
 ) -> RouterStatistics | None:
-    """Of one layer; None of a layer without a router. experts: [B, S, k] of this layer."""
+    """Statistics of one layer, with `experts` [B, S, k]; None for a layer without a router."""
     if routing is None:
         return None
     valid = segment_ids_BS.reshape(routing.ids.shape[:-1]) > 0
@@ -68,7 +68,7 @@ def statistics(
 
 
 def stacked(router: RouterStatistics) -> RouterStatistics:
-    """Statistics whose leading axis is the scanned layers, in the axes that `RouterStatistics` has."""
+    """Moves the leading axis of scanned layers to where `RouterStatistics` has it."""
     return router if router.experts is None else replace(router, experts=jnp.moveaxis(router.experts, 0, 2))
 
 
@@ -104,6 +104,6 @@ def load_violations(counts_LE: jax.Array) -> jax.Array:
 
 
 def without_routers(segment_ids_BS: jax.Array, *, with_experts: bool) -> RouterStatistics:
-    """Of a decoder that has no layer of experts."""
+    """Statistics of a decoder without MoE layers."""
     experts = jnp.zeros((*segment_ids_BS.shape, 0, 0), jnp.int32) if with_experts else None
     return RouterStatistics(jnp.zeros((0, 0)), jnp.zeros((0,)), experts)

@@ -1,4 +1,4 @@
-"""A decoder's numbers, with how to compute it."""
+"""A decoder's sizes, and how it is computed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Remat(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
-    """The numbers of a decoder, and how it is computed, which a config.json does not say.
+    """The sizes of a decoder, and how it is computed, which a config.json does not contain.
 
     replay_threshold: see `replay.choose`.
     measure_max_logits: training reports each head's largest attention logit (`QkClip`).
@@ -75,7 +75,7 @@ class ModelConfig(DecoderConfig):
         return cls.of(architectures.read(hf_config), **numerics)
 
 
-# How a value of the experiment becomes that of the field.
+# Converts a value of the experiment's config to the type of the field.
 NUMERICS: dict[str, Callable[[Any], Any]] = {
     "compute_dtype": str,
     "expert_implementation": ExpertImplementation,

@@ -1,14 +1,14 @@
-"""Attention over a sequence that is split between devices: keys and values go around a ring.
+"""Attention over a sequence that is split between devices: keys and values are sent around a ring.
 
-Every device keeps its queries; in each of the steps it attends to the keys it holds and passes them on, so
-the memory of a device and what it sends do not depend on how many devices there are. In the backward pass the
-gradients of keys and values travel with them, once around, and arrive home.
+Every device keeps its queries. In each step it attends to the keys it holds and sends them to the next
+device, so a device's memory and traffic a step do not depend on the number of devices. In the backward pass
+the gradients of keys and values move with them, once around the ring, and end on the device that owns them.
 Source: Ring Attention (arXiv 2310.01889).
 
 Balance: a causal mask gives the last part of a sequence the most work. Before attention, halves are exchanged
-so that device i of c holds halves i and 2c-1-i of the 2c, and with them the same share of the work; after it
-they return. The rest of the model never sees that order. Steps in which no query may see any key are skipped
-chunk by chunk, documents included.
+so that device i of c holds halves i and 2c-1-i of the 2c, which is the same work on every device. After
+attention they are sent back, so the rest of the model has the original order. Chunks of keys that no query
+may see are skipped, those of other documents too.
 """
 
 # B rows, S queries of a device, K kv heads, G query heads of one kv head, h head dim
@@ -16,23 +16,30 @@ chunk by chunk, documents included.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.attention_chunked import Part, Tokens, attend_part, attend_part_gradient, merge
+from jaxtrain.models.attention_chunked import (
+    PartialAttention,
+    Tokens,
+    attend_part,
+    attend_part_gradient,
+    merge,
+)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Devices among which a sequence is split: a mesh axis and its size; of one device, no axis at all."""
+    """Devices among which a sequence is split: a mesh axis and its size; no axis for one device."""
 
     axis: str | None = None
     size: int = 1
 
-    def passed_on(self, tree):
-        """The same of the device before."""
+    def passed_on(self, tree: Any) -> Any:
+        """The arrays `tree` of the previous device of the ring."""
         if self.size == 1:
             return tree
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
@@ -74,16 +81,16 @@ def _attend(
         return whole.out.astype(q.dtype), (q, k, v, tokens, whole)
 
     def backward(residual: tuple, grad: jax.Array) -> tuple:
-        *inputs, tokens, whole = residual
-        grads = _backward(ring, *inputs, tokens, whole, grad)
+        q, k, v, tokens, whole = residual
+        grads = _backward(ring, q, k, v, tokens, whole, grad)
         none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tokens)
-        return (*(g.astype(x.dtype) for g, x in zip(grads, inputs, strict=True)), none)
+        return (*(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), none)
 
     run.defvjp(forward, backward)
     return run(q_BSKGh, k_BSKh, v_BSKh, tokens)
 
 
-def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> Part:
+def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> PartialAttention:
     whole = attend_part(q, k, v, tokens, tokens)
     if ring.size == 1:
         return whole
@@ -98,7 +105,13 @@ def _forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Token
 
 
 def _backward(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, whole: Part, grad: jax.Array
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: Tokens,
+    whole: PartialAttention,
+    grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     grads = attend_part_gradient(q, k, v, tokens, tokens, whole, grad)
     if ring.size == 1:
@@ -114,11 +127,12 @@ def _backward(
         return (grad_q + add_q, grads_kv, visitors), None
 
     (grad_q, grads_kv, _), _ = jax.lax.scan(step, (grad_q, grads_kv, (k, v, tokens)), length=ring.size - 1)
-    return grad_q, *ring.passed_on(grads_kv)
+    grad_k, grad_v = ring.passed_on(grads_kv)
+    return grad_q, grad_k, grad_v
 
 
 def _deal(x_BSx: jax.Array, ring: Ring) -> jax.Array:
-    """Halves 2i and 2i+1 of device i -> halves i and 2c-1-i, in an order that Tokens.index tells."""
+    """Halves 2i and 2i+1 of device i -> halves i and 2c-1-i; `Tokens.index` holds their order."""
     halves = jnp.split(x_BSx, 2, axis=1)
     return jnp.concatenate(
         [

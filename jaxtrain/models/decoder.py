@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtrain.models.attention_kernels import Documents, documents
+from jaxtrain.models.attention_kernels import AttentionSegments, documents
 from jaxtrain.models.balance import RouterStatistics, stacked, statistics, without_routers
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.embedding import embed
@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
         """Runs S new tokens a row at `positions_BS` against a cache that already holds the earlier positions.
 
         Returns hidden states [B, S, D], the cache with the new positions written, and the experts each token
-        used, int32 [B, S, Lm, k]. A position past the cache is written nowhere.
+        used, int32 [B, S, Lm, k]. A position past the cache is not written.
         """
         cos_sin = self._rotation(positions_BS)
         x, first = self._embed(tokens_BS), 0
@@ -118,7 +118,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, RouterStatistics]:
         """Final hidden states [n, B, S, D] of the n MTP layers over packed documents, for the head.
 
-        hidden_BSD: what `__call__` gave. tokens_nBS: token i + k of the document at depth k, see `mtp`.
+        hidden_BSD: the result of `__call__`. tokens_nBS: token i + k of the document at depth k, see `mtp`.
         counted_nBS: segment ids of the tokens that router statistics count, 0 elsewhere.
         """
         packed = self._documents(segment_ids_BS)
@@ -146,11 +146,11 @@ class Decoder(nnx.Module):
         *,
         depth: int,
     ) -> tuple[jax.Array, Cache]:
-        """What MTP layer `depth` (from 0) makes of hidden states and the tokens that follow them.
+        """Runs MTP layer `depth` (from 0) on hidden states and the tokens that follow them.
 
-        `logits` of the result are of the token after those. An engine drafts with depth 0 from `extend`'s
+        `logits` of the result predict the token after those. An engine drafts with depth 0 from `extend`'s
         hidden states and sampled tokens, then with the next depth, or the same one, from the result.
-        positions_BS: of the hidden states. cache: of the MTP layers alone.
+        positions_BS: of the hidden states. cache: of the MTP layers only.
         """
         graphdef, state = nnx.split(self.mtp)
         layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[depth], state))
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BS: jax.Array, mesh: Mesh | None = None) -> jax.Array:
         return embed(self.embedding[...], tokens_BS, dtype=self.config.compute_dtype, mesh=mesh)
 
-    def _documents(self, segment_ids_BS: jax.Array) -> Documents:
+    def _documents(self, segment_ids_BS: jax.Array) -> AttentionSegments:
         config = self.config
         return documents(
             segment_ids_BS, config.attention_implementation, dtype=config.compute_dtype, mesh=self.mesh

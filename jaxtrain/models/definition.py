@@ -1,7 +1,7 @@
-"""A decoder without its numbers, and random numbers for one.
+"""A decoder's structure without its parameters, and random initial parameters.
 
-Parameters travel as a flat mapping from path to array ("moe/attention/q_proj/kernel"), the same paths that
-optimizer rules, checkpoints, sharding tables and the weight chain name.
+Parameters are a flat mapping from path to array ("moe/attention/q_proj/kernel"). Optimizer rules,
+checkpoints, sharding tables and the weight chain use the same paths.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -24,10 +25,10 @@ Params = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Definition:
-    """A decoder without its numbers.
+    """The structure of a decoder, without its parameters.
 
     shapes: path -> shape of every parameter and buffer; axes: path -> logical axis names, one a dimension.
-    buffers: paths that have no gradient. mesh: the devices that share the work of a bound module, if several.
+    buffers: paths that have no gradient. mesh: the devices of a bound module, if several.
     """
 
     config: ModelConfig
@@ -46,14 +47,14 @@ class Definition:
         missing = self.shapes.keys() - params.keys()
         if missing:
             raise KeyError(f"parameters missing: {sorted(missing)}")
-        flat = {
+        flat: dict[tuple[Any, ...], nnx.Variable] = {
             tuple(path.split("/")): (Buffer if path in self.buffers else nnx.Param)(params[path])
             for path in self.shapes
         }
         model = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
         for _, module in nnx.iter_modules(model):
             if hasattr(module, "mesh"):
-                module.mesh = self.mesh
+                cast(Any, module).mesh = self.mesh
         return model
 
     def head(self, params: Params) -> jax.Array:

@@ -2,7 +2,7 @@
 
 On a mesh the table is split by columns over fsdp and by rows over tensor. Left to the compiler, every device
 would look up the tokens of all others; here it looks up those of its fsdp group, whose columns are then
-exchanged. What is moved and held is a few times a device's own activations, whatever the number of devices.
+exchanged. Traffic and memory are a few times a device's own activations, whatever the number of devices.
 """
 
 # B rows, S sequence, D model, V vocabulary
@@ -26,7 +26,7 @@ def embed(
     table_VD: jax.Array, tokens_BS: jax.Array, *, dtype: jax.typing.DTypeLike, mesh: Mesh | None
 ) -> jax.Array:
     """[B, S, D] in `dtype`. The gradient is summed in the table's own dtype."""
-    if mesh is None or not spans_devices(mesh):
+    if not spans_devices(mesh):
         return table_VD[tokens_BS].astype(dtype)
     columns, rows = axis_size(mesh, FSDP_AXIS), axis_size(mesh, TENSOR_AXIS)
 

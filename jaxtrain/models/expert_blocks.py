@@ -1,9 +1,9 @@
 """Routed experts as a few large matrix products over rows sorted by expert, where no grouped product is fast.
 
 In the even layout every expert has a block of rows as long as its capacity, a quarter above the mean load,
-and each matrix takes one batched product. When an expert has more rows than that, they are packed instead
-and taken by windows (`expert_windows`), so no row is ever dropped. Both layouts have the same shapes: the
-choice is made on the device and compiles nothing.
+and each matrix takes one batched product. When an expert has more rows than that, the rows of all experts are
+packed and computed by windows (`expert_windows`), so no row is ever dropped. Both layouts have the same
+shapes: the device chooses between them without another compilation.
 """
 
 # N tokens, k experts a token, D model, E experts, F expert hidden, S slots, C capacity
@@ -20,8 +20,8 @@ import numpy as np
 from jaxtrain.models import expert_windows
 from jaxtrain.models.expert_windows import Weights
 
-ROW_MULTIPLE = 64  # capacities are multiples of it, as matrix products like it
-SLACK = 1.25  # capacity over mean load: what an evenly loaded router stays under
+ROW_MULTIPLE = 64  # capacities are multiples of it, for fast matrix products
+SLACK = 1.25  # capacity over mean load; an evenly loaded router stays below it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sizes:
 class Layout:
     """Where rows are.
 
-    slots_Nk: slot of each (token, choice), S for nobody's. sources_S: flat (token, choice) of each slot, N*k
+    slots_Nk: slot of each (token, choice), S for the id E. sources_S: flat (token, choice) of each slot, N*k
     where empty. starts_E, counts_E: rows of each expert. even: no expert has more rows than the capacity.
     """
 
@@ -67,7 +67,7 @@ def layout_of(ids_Nk: jax.Array, sizes: Sizes) -> Layout:
     packed_E = jnp.cumsum(counts_E) - counts_E
     even = counts_E.max() <= sizes.capacity
     starts_E = jnp.where(even, jnp.arange(sizes.num_experts, dtype=jnp.int32) * sizes.capacity, packed_E)
-    # Nobody's shift is so large that its slots are past the end.
+    # The shift of the id E puts its slots past the end.
     shifts = jnp.append(starts_E - packed_E, sizes.slots)
     slots = jnp.arange(flat.size, dtype=jnp.int32) + shifts[flat[order]]
     slots = jnp.minimum(slots, sizes.slots)
@@ -85,7 +85,7 @@ def block_experts(
     up_EDF: jax.Array,
     down_EFD: jax.Array,
 ) -> jax.Array:
-    """See `routed_experts`. Weights of nobody (the id E) get no gradient."""
+    """See `routed_experts`. Weights of the id E get no gradient."""
     return _forward(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)[0]
 
 
@@ -100,7 +100,7 @@ def _forward(
     sizes = Sizes.of(ids_Nk.size, gate_EDF.shape[0])
     layout = layout_of(ids_Nk, sizes)
     kernels = (gate_EDF, up_EDF, down_EFD)
-    rows_SD, scale_S = _rows_of_tokens(x_ND, layout), _take(weights_Nk.reshape(-1), layout.sources_S)
+    rows_SD, scale_S = _rows_of_tokens(x_ND, layout), take_or_zero(weights_Nk.reshape(-1), layout.sources_S)
     out_SD, gate_SF, up_SF = jax.lax.cond(
         layout.even,
         lambda: _even_forward(rows_SD, scale_S, kernels, sizes),
@@ -113,14 +113,14 @@ def _backward(residuals: tuple[Any, ...], grad_ND: jax.Array) -> tuple[Any, ...]
     x_ND, weights_Nk, kernels, layout, gate_SF, up_SF = residuals
     sizes = Sizes.of(weights_Nk.size, kernels[0].shape[0])
     rows_SD, grad_SD = _rows_of_tokens(x_ND, layout), _rows_of_tokens(grad_ND, layout)
-    of_rows = (rows_SD, grad_SD, gate_SF, up_SF, _take(weights_Nk.reshape(-1), layout.sources_S))
+    of_rows = (rows_SD, grad_SD, gate_SF, up_SF, take_or_zero(weights_Nk.reshape(-1), layout.sources_S))
     grad_rows_SD, grad_scale_S, grad_kernels = jax.lax.cond(
         layout.even,
         lambda: _even_backward(*of_rows, kernels, sizes),
         lambda: expert_windows.backward(*of_rows, kernels, layout.starts_E, layout.counts_E),
     )
     no_grad = np.zeros(weights_Nk.shape, jax.dtypes.float0)
-    grad_weights_Nk = _take(grad_scale_S, layout.slots_Nk)
+    grad_weights_Nk = take_or_zero(grad_scale_S, layout.slots_Nk)
     return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, *grad_kernels
 
 
@@ -175,15 +175,15 @@ def _flat(rows_ECA: jax.Array) -> jax.Array:
 
 def _rows_of_tokens(x_ND: jax.Array, layout: Layout) -> jax.Array:
     """[S, D]: the token of each slot, zero where empty. Gathers only: a scatter-add is serial on CPU."""
-    return _take(x_ND, layout.sources_S // layout.slots_Nk.shape[1])
+    return take_or_zero(x_ND, layout.sources_S // layout.slots_Nk.shape[1])
 
 
 def _sum_of_choices(rows_SD: jax.Array, layout: Layout) -> jax.Array:
-    """[N, D]: the sum over a token's choices of their rows, zero for nobody's."""
-    return _take(rows_SD, layout.slots_Nk).sum(axis=1)
+    """[N, D]: the sum over a token's choices of their rows, zero for the id E."""
+    return take_or_zero(rows_SD, layout.slots_Nk).sum(axis=1)
 
 
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
+def take_or_zero(values: jax.Array, index: jax.Array) -> jax.Array:
     """values[index], zero where the index is past the end."""
     return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
 

@@ -1,14 +1,14 @@
-"""Routed experts on a mesh: every token stays where it is, a copy visits the devices that hold its experts.
+"""Routed experts on a mesh: copies of a token are sent to the devices that hold its experts.
 
 Rows are split over data, fsdp and expert, sequences over context; experts are split over expert, their hidden
 width over tensor, their model width over fsdp (gathered here, one layer at a time). A (token, choice) pair is
 sent to the owner of its expert by an all-to-all over the expert axis, computed there, and its weighted result
-is sent back. No expert travels over the expert axis, and no gradient of one either.
+is sent back. Neither experts nor their gradients move over the expert axis.
 
 Dropless with bounded memory: a round moves at most `capacity` pairs from one device to another, and there are
 as many rounds as the fullest link needs, one when the load is balanced to within `BUFFER`. If every token
-chooses one expert, all work is on one device whatever the program does, and rounds only follow it. Several
-rounds cannot keep what their backward pass needs, so it recomputes each round from the tokens.
+chooses the same expert, one device does all the work, in many rounds. Storing what the backward pass needs of
+several rounds would be unbounded, so it recomputes each round from the tokens.
 """
 
 # B rows, S sequence, N tokens of a device, k experts a token, D model, E experts, F expert hidden,
@@ -20,6 +20,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.models.config import ExpertImplementation
+from jaxtrain.models.expert_blocks import take_or_zero
 from jaxtrain.models.experts import routed_experts
 from jaxtrain.models.placement import (
     EXPERT_AXIS,
@@ -44,7 +46,7 @@ Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Exchange(enum.StrEnum):
-    """How pairs travel. PADDED sends whole buffers and exists everywhere; RAGGED only the rows in use."""
+    """How pairs are sent. PADDED sends whole buffers, on any platform; RAGGED only the rows in use."""
 
     PADDED = "padded"
     RAGGED = "ragged"
@@ -75,7 +77,7 @@ class _Links:
     """Pairs of this device in the order of the device they go to.
 
     order: int32 [N*k], flat pair index. starts, counts: int32 [P], of each link in `order`. position: int32
-    [N, k], of each pair in its link. target: int32 [N, k], the device. rounds: int32, of all devices alike.
+    [N, k], of each pair in its link. target: int32 [N, k], the device. rounds: int32, the same everywhere.
     """
 
     order: jax.Array
@@ -129,7 +131,10 @@ def parallel_experts(
     )
     split_width = axis_size(mesh, TENSOR_AXIS) > 1
 
-    def local(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
+    def local(
+        x: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        kernels = (gate, up, down)
         x_ND = x.reshape(-1, x.shape[-1])
         ids_Nk, weights_Nk = (a.reshape(x_ND.shape[0], -1) for a in (ids, weights))
         if devices == 1:
@@ -206,8 +211,8 @@ def _in_rounds(
     return run(x_ND, weights_Nk, kernels, ids_Nk)
 
 
-def _sum_of_rounds(one: Callable, zeros, links: _Links):
-    def body(carry):
+def _sum_of_rounds(one: Callable[[jax.Array], Any], zeros: Any, links: _Links) -> Any:
+    def body(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         r, total = carry
         return r + 1, jax.tree.map(jnp.add, total, one(r))
 
@@ -222,7 +227,7 @@ def _links(ids_Nk: jax.Array, plan: _Plan) -> _Links:
     starts = jnp.cumsum(counts) - counts
     rank = jnp.arange(flat.size, dtype=jnp.int32) - starts[flat[order]]
     position = jnp.zeros_like(flat).at[order].set(rank, unique_indices=True)
-    # Alike on the whole mesh, not only along the expert axis: all devices then run the same program.
+    # The largest of the whole mesh, not only of the expert axis: all devices then run the same rounds.
     most = jax.lax.pmax(counts.max(), plan.all_axes)
     return _Links(
         order=order,
@@ -291,11 +296,6 @@ def _send(rows: jax.Array, sent_P: jax.Array, received_P: jax.Array, plan: _Plan
 # gradient of the other: autodiff's scatter-add is serial on CPU and atomic on GPU.
 
 
-def _or_zero(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], zero where the index is one past the end."""
-    return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
-
-
 def _no_gradient(*index: jax.Array) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(a.shape, jax.dtypes.float0) for a in index)
 
@@ -303,19 +303,19 @@ def _no_gradient(*index: jax.Array) -> tuple[np.ndarray, ...]:
 @jax.custom_vjp
 def _to_rows(x_ND: jax.Array, source: jax.Array, slot_Nk: jax.Array) -> jax.Array:
     """[P*C, D]: the token of the pair in each row, zero in a row without one."""
-    return _or_zero(x_ND, source // slot_Nk.shape[1])
+    return take_or_zero(x_ND, source // slot_Nk.shape[1])
 
 
 @jax.custom_vjp
 def _from_rows(rows: jax.Array, source: jax.Array, slot_Nk: jax.Array) -> jax.Array:
     """[N, D]: the sum of each token's rows."""
-    return _or_zero(rows, slot_Nk).sum(axis=1)
+    return take_or_zero(rows, slot_Nk).sum(axis=1)
 
 
 @jax.custom_vjp
 def _permute(values: jax.Array, source: jax.Array, slot: jax.Array) -> jax.Array:
     """values[source]; slot[source[i]] = i wherever `source` is in range."""
-    return _or_zero(values, source)
+    return take_or_zero(values, source)
 
 
 _to_rows.defvjp(
@@ -328,5 +328,5 @@ _from_rows.defvjp(
 )
 _permute.defvjp(
     lambda values, source, slot: (_permute(values, source, slot), (source, slot)),
-    lambda index, grad: (_or_zero(grad, index[1]), *_no_gradient(*index)),
+    lambda index, grad: (take_or_zero(grad, index[1]), *_no_gradient(*index)),
 )

@@ -1,7 +1,7 @@
 """Experts with any numbers of rows: a loop over experts takes the rows of each by windows.
 
-Windows have a few fixed sizes, so that an expert's last row is followed by few rows of the next one. Those
-are computed too and then written over by the expert they belong to: experts go in order of their rows.
+Windows have a few fixed sizes, so the last window of an expert holds few rows of the next one. Those rows are
+computed too, and the expert they belong to overwrites them later: experts run in the order of their rows.
 """
 
 # S slots, D model, E experts, F expert hidden, W rows of a window
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-SIZES = (512, 256, 128, 64)  # of windows; each a multiple of the next, the last one what is wasted at most
+SIZES = (512, 256, 128, 64)  # of windows; each a multiple of the next; at most the last one is wasted
 Weights = tuple[jax.Array, jax.Array, jax.Array]
 
 

@@ -47,9 +47,9 @@ def routed_experts(
 ) -> jax.Array:
     """sum over k of weights * down(silu(gate(x)) * up(x)) of the experts `ids` -> [N, D] in the dtype of x.
 
-    ids: integers in [0, E]. The id E is nobody: it contributes nothing, whatever its weight, so a device that
-    holds some of the experts passes E for the others. platform: cpu, gpu or tpu, None for the default one;
-    AUTO chooses by it.
+    ids: integers in [0, E]. The id E marks an unused slot and contributes nothing, whatever its weight, so a
+    device that holds some of the experts passes E for the others. platform: cpu, gpu or tpu, None for the
+    default one; AUTO chooses by it.
     """
     num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
     chosen = resolve(

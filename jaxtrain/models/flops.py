@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxtrain.models.definition import Definition
 
-FORWARD, FORWARD_AND_BACKWARD = 2, 6  # operations an entry of a matrix costs a token
+FORWARD, FORWARD_AND_BACKWARD = 2, 6  # operations for each token and matrix entry
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _part(path: str) -> str:
 
 
 def _query_kernel(definition: Definition, stack: str) -> tuple[int, ...]:
-    """Shape [L, D, H h] of the stack's query projection, or of none where there is no such stack."""
+    """Shape [L, D, H h] of the stack's query projection, (0, 0, 0) if there is no such stack."""
     found = [
         leaf.shape
         for path, leaf in definition.shapes.items()

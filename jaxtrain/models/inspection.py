@@ -1,4 +1,4 @@
-"""What a decoder comes to before a device is asked for: parameters, operations, bytes on a device."""
+"""Size and cost of a decoder, computed without a device: parameters, operations, bytes on a device."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.attention_kernels import Documents
+from jaxtrain.models.attention_kernels import AttentionSegments
 from jaxtrain.models.attention_logits import max_logits
 from jaxtrain.models.config import ModelConfig, Remat
 from jaxtrain.models.expert_parallel import parallel_experts
@@ -37,7 +39,7 @@ class MoE(nnx.Module):
             self.shared = SwiGLU(rngs, layers, config.hidden_size, hidden, stddev=config.initializer_range)
 
     def __call__(self, x_BSD: jax.Array, replay_BSk: jax.Array | None = None) -> tuple[jax.Array, Routing]:
-        """[B, S, D], and the routing of N = B * S tokens; on a mesh its arrays keep [B, S] apart."""
+        """[B, S, D], and the routing of N = B * S tokens; on a mesh its arrays are [B, S, ...]."""
         if self.mesh is not None:
             return self._on_mesh(x_BSD, replay_BSk, self.mesh)
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -51,7 +53,7 @@ class MoE(nnx.Module):
     def _on_mesh(
         self, x_BSD: jax.Array, replay_BSk: jax.Array | None, mesh: Mesh
     ) -> tuple[jax.Array, Routing]:
-        """Rows and sequence are split over different axes, so flattening them would move tokens about."""
+        """Does not flatten rows and sequence: their mesh axes differ, so that would move tokens."""
         routing = jax.vmap(self.router)(x_BSD, replay_BSk)
         kernels = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
         out = parallel_experts(
@@ -78,10 +80,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one layer's pass showed.
+    """What one layer reports beside its output.
 
     routing: None without a router. max_logits: float32 [H], largest attention logit of each head; None unless
-    the configuration has them measured.
+    `measure_max_logits` is set.
     """
 
     routing: Routing | None
@@ -107,7 +109,7 @@ class Layers(nnx.Module):
         self,
         x_BSD: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        documents: Documents,
+        documents: AttentionSegments,
         replay_BSk: jax.Array | None = None,
     ) -> tuple[jax.Array, Observed]:
         """One layer over packed documents; call it inside `scan_layers`."""
@@ -126,7 +128,7 @@ class Layers(nnx.Module):
         cache: Cache,
         index: jax.Array | int,
     ) -> tuple[jax.Array, Cache, Routing | None]:
-        """One layer over S new tokens a row; its keys and values are those at `index`, and go there."""
+        """One layer over S new tokens a row; reads and writes the keys and values at `index`."""
         normed = rms_norm(x_BSD, self.input_norm[...], eps=self.config.rms_norm_eps)
         q, k, v = self.attention.project(normed, *cos_sin)
         rows = jnp.arange(positions_BS.shape[0])[:, None]
@@ -149,14 +151,21 @@ class Layers(nnx.Module):
         return x_BSD + y, routing
 
 
-def scan_layers(stack: nnx.Module, body, carry, inputs=None, *, remat: Remat):
+def scan_layers(
+    stack: nnx.Module,
+    body: Callable[[Any, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    inputs: Any = None,
+    *,
+    remat: Remat,
+) -> tuple[Any, Any]:
     """Runs `body(layer, carry, input) -> (carry, output)` over the stacked layers with `lax.scan`.
 
-    inputs: a pytree of arrays whose leading axis is the layers, or None, which every layer then gets.
+    inputs: a pytree of arrays whose leading axis is the layers, or None for every layer.
     """
     graphdef, state = nnx.split(stack)
 
-    def step(carry, layer):
+    def step(carry: Any, layer: tuple[Any, Any]) -> tuple[Any, Any]:
         layer_state, layer_input = layer
         return body(nnx.merge(graphdef, layer_state), carry, layer_input)
 

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (multi-token prediction), each a joint of two inputs and a MoE layer.
+"""Layers that predict further tokens (multi-token prediction): each joins two inputs and runs a MoE layer.
 
 Layer k sees, at position i, the hidden state of the depth before and the embedding of token i + k, and
 predicts token i + k + 1:

@@ -1,7 +1,7 @@
 """A parameter in one line: shape, logical axes, initialiser.
 
-Layers are stacked: every parameter of a layer has a leading `layers` axis, so that `lax.scan` runs them and
-one sharding rule places them.
+Layers are stacked: every parameter of a layer has a leading `layers` axis, for `lax.scan` and for
+one sharding rule.
 """
 
 from __future__ import annotations

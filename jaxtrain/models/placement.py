@@ -1,11 +1,14 @@
-"""How activations lie on the mesh: rows over some axes, the sequence over another, heads over a third."""
+"""How activations are sharded: rows over some mesh axes, the sequence over another, heads over a third."""
 
 from __future__ import annotations
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from typing import TypeGuard
 
-ROW_AXES = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.config.division import ROW_AXES
+
 SEQUENCE_AXIS = "context"
 TENSOR_AXIS = "tensor"
 FSDP_AXIS = "fsdp"
@@ -17,12 +20,12 @@ def axis_size(mesh: Mesh | None, axis: str) -> int:
     return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
-def spans_devices(mesh: Mesh | None) -> bool:
+def spans_devices(mesh: Mesh | None) -> TypeGuard[Mesh]:
     return mesh is not None and mesh.size > 1
 
 
-def activation_spec(mesh: Mesh, *rest: str | None) -> PartitionSpec:
-    """Of an array [row, sequence, *rest]; axes that the mesh lacks are left out."""
+def activation_spec(mesh: Mesh | AbstractMesh, *rest: str | None) -> PartitionSpec:
+    """Partition of an array [row, sequence, *rest]; axes that the mesh lacks are left out."""
     rows = tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
     named = [axis if axis in mesh.axis_names else None for axis in (SEQUENCE_AXIS, *rest)]
     while named and named[-1] is None:
@@ -31,12 +34,12 @@ def activation_spec(mesh: Mesh, *rest: str | None) -> PartitionSpec:
 
 
 def constrain(x_BSx: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The same activations [row, sequence, ...], told where they live; unchanged without a mesh."""
+    """The same activations [row, sequence, ...] with their sharding stated; unchanged on one device."""
     if not spans_devices(mesh):
         return x_BSx
     return jax.lax.with_sharding_constraint(x_BSx, NamedSharding(mesh, activation_spec(mesh)))
 
 
 def platform(mesh: Mesh | None) -> str:
-    """cpu, gpu or tpu: of the mesh's devices, which may be of a topology that is only compiled for."""
+    """cpu, gpu or tpu: of the mesh's devices, which may belong to a topology used only for compilation."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -1,6 +1,6 @@
-"""Router replay: a token keeps the experts that the engine gave it, where the trainer's router agrees enough.
+"""Router replay: a token keeps the experts that the engine chose, where the trainer's router agrees enough.
 
-The trainer computes the gate values itself, so gradients flow; replay decides only which experts are weighed.
+The trainer computes the gate values itself, so gradients flow; replay decides only which experts are used.
 Source: Composer 2 (arXiv 2603.24477); the threshold's number is not published there.
 """
 
@@ -17,8 +17,9 @@ CHOOSE = -1  # an id that leaves the choice to the router here
 def plausible(
     scores_NE: jax.Array, own_Nk: jax.Array, replay_Nk: jax.Array, *, threshold: float
 ) -> jax.Array:
-    """bool [N, E]: experts replayed whose gate score is at least `threshold` times the least of the router's
-    own choice `own_Nk`. Ids outside [0, E), `CHOOSE` among them, name nobody.
+    """bool [N, E]: replayed experts with a gate score of at least `threshold` times the router's smallest.
+
+    own_Nk: the router's own choice, over which the smallest is taken. Ids outside [0, E) are ignored.
     """
     n, e = scores_NE.shape
     ids = jnp.where((replay_Nk >= 0) & (replay_Nk < e), replay_Nk, e)
@@ -30,8 +31,10 @@ def plausible(
 def choose(
     choice_NE: jax.Array, scores_NE: jax.Array, replay_Nk: jax.Array, *, threshold: float
 ) -> jax.Array:
-    """k different experts a token, int32 [N, k], best choice first: the plausible ones of `replay_Nk`, then
-    the router's best by `choice_NE` (scores with the correction bias) until there are k.
+    """k different experts a token, int32 [N, k], best choice first.
+
+    The plausible ones of `replay_Nk` come first in the choice; the router's best by `choice_NE` (scores with
+    the correction bias) fill it up to k.
     """
     k = replay_Nk.shape[-1]
     _, own_Nk = jax.lax.top_k(choice_NE, k)

@@ -5,18 +5,22 @@ Source: Su et al. 2021, arXiv 2104.09864.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
-def rotation(positions_BS: jax.Array, *, rotary_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, S, rotary_dim / 2]."""
+def rotation(
+    positions_BS: Int[Array, "B S"], *, rotary_dim: int, theta: float
+) -> tuple[Float[Array, "B S r/2"], Float[Array, "B S r/2"]]:
+    """cos and sin, float32, for r = rotary_dim channels."""
     exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     angles = positions_BS[..., None].astype(jnp.float32) / (theta**exponents)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x_BSHh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(
+    x_BSHh: Float[Array, "B S H h"], cos: Float[Array, "B S r/2"], sin: Float[Array, "B S r/2"]
+) -> Float[Array, "B S H h"]:
     """Rotates channel i against channel i + rotary_dim/2; the remaining channels pass unchanged."""
     half = cos.shape[-1]
     cos, sin = cos[:, :, None, :].astype(x_BSHh.dtype), sin[:, :, None, :].astype(x_BSHh.dtype)

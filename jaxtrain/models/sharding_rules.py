@@ -1,4 +1,4 @@
-"""How a decoder's logical axes lie on the mesh axes data, fsdp, expert, context and tensor."""
+"""How a decoder's logical axes map to the mesh axes data, fsdp, expert, context and tensor."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def parameter_shardings(definition: Definition, mesh: Mesh | AbstractMesh) -> di
     return RULES.restricted_to(mesh).shardings(definition.axes, definition.shapes, mesh)
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a microbatch [row, sequence]."""
+def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Sharding of a microbatch [row, sequence]."""
     return NamedSharding(mesh, activation_spec(mesh))

@@ -1,4 +1,4 @@
-"""Batch-size warmup: how many microbatches a step takes, from tokens seen alone."""
+"""Batch-size warmup: how many microbatches a step takes, as a function of tokens seen."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class BatchRamp:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SteppedBatch:
-    """Batch sizes that hold from numbers of tokens on: ((0, 16M), (250B, 32M)).
+    """Batch sizes, each from a number of tokens on: ((0, 16M), (250B, 32M)).
 
     Attributes:
       steps: (start in tokens seen, tokens of a batch), ascending, the first from 0.
-      microbatch_tokens: as `BatchRamp`'s, and batches are rounded alike.
+      microbatch_tokens: as in `BatchRamp`, with the same rounding.
     """
 
     steps: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Orthogonalising matrices that are cut over a mesh, inside `jax.shard_map`.
+"""Orthogonalises matrices that are split over a mesh, inside `jax.shard_map`.
 
 N matrices on a device, A and B rows and columns of a whole matrix, a and b of a device's block,
 M = min(A, B), K = max(A, B)

@@ -36,8 +36,8 @@ class MuonConfig:
       update_rms: root mean square of an update at learning rate 1, for a matrix of full rank; 0.2 in GLM-4.5.
       weight_decay: decoupled, multiplied by the learning rate; 0.1 in GLM-4.5.
       momentum_dtype: storage of the average.
-      iteration_dtype: arithmetic of the iteration, and what crosses between devices. "bfloat16" is the
-        usual choice on accelerators; "float32" the one that agrees across meshes.
+      iteration_dtype: dtype of the iteration and of its communication. "bfloat16" is the usual choice on
+        accelerators; "float32" gives the same result on every mesh.
       split_heads: width of an attention head, to orthogonalise each head of the q, k and v projections
         on its own, or None to take each projection whole (GLM-4.5).
     """
@@ -83,7 +83,7 @@ class MatrixLayout:
 
     @property
     def held(self) -> int:
-        """Number of matrices of which a device holds a block, or all of."""
+        """Number of matrices of which a device holds a block or the whole."""
         if self.sharding is None:
             return self.count
         *stack, _, columns = self.sharding.shard_shape(self.shape)
@@ -137,8 +137,8 @@ def scale_by_muon(config: MuonConfig, layouts: Mapping[str, MatrixLayout]) -> op
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Parameters whose matrices have one shape and one placement: their blocks travel together."""
+class MuonGroup:
+    """Parameters whose matrices have one shape and one placement; their blocks are exchanged together."""
 
     matrix: tuple[int, int]
     placement: Placement | None
@@ -162,7 +162,7 @@ def _check(config: MuonConfig) -> None:
             )
 
 
-def _orthogonalize_group(group: Group, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
+def _orthogonalize_group(group: MuonGroup, arrays: Sequence[Array], config: MuonConfig) -> Sequence[Array]:
     polynomials = coefficients(config.coefficients, config.newton_schulz_steps)
     how: dict[str, Any] = {
         "algorithm": Algorithm(config.algorithm),
@@ -192,13 +192,13 @@ def _orthogonalize_group(group: Group, arrays: Sequence[Array], config: MuonConf
     )
 
 
-def groups_of(layouts: Mapping[str, MatrixLayout]) -> list[Group]:
+def groups_of(layouts: Mapping[str, MatrixLayout]) -> list[MuonGroup]:
     """Returns the groups in which parameters are orthogonalised together."""
-    found: dict[Any, Group] = {}
+    found: dict[Any, MuonGroup] = {}
     for path, layout in layouts.items():
         where = placement(path, layout.shape, layout.sharding, head_width=layout.head_width)
         key = (layout.matrix, where)
-        found.setdefault(key, Group(layout.matrix, where, {})).layouts[path] = layout
+        found.setdefault(key, MuonGroup(layout.matrix, where, {})).layouts[path] = layout
     return list(found.values())
 
 

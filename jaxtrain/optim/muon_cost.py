@@ -1,4 +1,4 @@
-"""What Muon's arithmetic comes to: on the busiest device of a mesh, and as part of a training step."""
+"""Operations of Muon: on the busiest device of a mesh, and as part of a training step."""
 
 from __future__ import annotations
 
@@ -87,16 +87,16 @@ def step_share(
 ) -> StepShare:
     """Muon's part of a step on `devices` devices that each train on `tokens_per_device` tokens.
 
-    The model of it: every operation costs the same (both are large matrix products), so time is operations.
+    Every operation is assumed to cost the same (both are large matrix products), so time is operations.
     Forward and backward take `flops_per_token` (`models.flops`: 6 an active matrix entry, and attention; no
     recomputation, which would lower the share). Muon takes the operations of its matrix products: of each
     group of equal matrices a device takes ceil(matrices / devices) whole ones, except that a group of fewer
     matrices than devices is shared by all of them (`distribution`) where that is less: products among Gram
-    matrices on every device, those with the matrix divided. Communication is left out:
-    the matrices cross the mesh once each way in the iteration's dtype, against once a layer, pass and
-    microbatch for FSDP's gathers. The momentum and the weight update are passes over memory, as AdamW's.
+    matrices on every device, those with the matrix divided. Communication is left out: the matrices cross the
+    mesh once each way in the iteration's dtype, while FSDP gathers once a layer, pass and microbatch. The
+    momentum and the weight update are passes over memory, as in AdamW.
 
-    params: path -> array or ShapeDtypeStruct; shardings are not looked at.
+    params: path -> array or ShapeDtypeStruct; shardings are not read.
     """
     muon = 0.0
     steps, algorithm = config.muon.newton_schulz_steps, Algorithm(config.muon.algorithm)

@@ -66,7 +66,7 @@ class Algorithm(enum.StrEnum):
 
     `direct` iterates on the matrix; `gram` on its M x M Gram matrix, which takes fewer operations the
     more oblong the matrix is (and fewer for a square one from three steps on). `gram` squares the condition
-    number, so it always iterates in float32: singular values below about 3e-4 of the norm come out less
+    number, so it always iterates in float32: singular values below about 3e-4 of the norm are less
     exact.
     """
 
@@ -79,7 +79,7 @@ class Normalization(enum.StrEnum):
 
     `frobenius` is the root of their sum of squares; `schatten8` the eighth root of the sum of their eighth
     powers, which is closer to the largest (0.15 instead of 1 times the Frobenius norm for a random
-    256 x 512 matrix) and comes with the first step's products. The polynomials have less far to go.
+    256 x 512 matrix) and needs no product beyond the first step's. Singular values then start closer to 1.
     """
 
     frobenius = "frobenius"
@@ -232,7 +232,7 @@ def _matmul(x: Array, y: Array, *, sum_dtype: jax.typing.DTypeLike | None = None
 
 
 def _symmetric_product(x: Array, y: Array, *, sum_dtype: jax.typing.DTypeLike | None = None) -> Array:
-    """x @ y where that is symmetric: of a large one the lower left quarter is copied, not multiplied."""
+    """x @ y where that is symmetric: the lower left quarter of a large one is copied, not multiplied."""
     m = x.shape[-2]
     if m < _HALVED:
         return _matmul(x, y, sum_dtype=sum_dtype)

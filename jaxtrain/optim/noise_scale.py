@@ -20,8 +20,9 @@ import optax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NoiseSums:
-    """Sums over a step's microbatches, float32 scalars: of squared norms of summed (not mean) gradients, and
-    of squared token weights.
+    """Sums over a step's microbatches, float32 scalars.
+
+    square_norms: of squared norms of summed (not mean) gradients. square_weights: of squared token weights.
     """
 
     square_norms: jax.Array

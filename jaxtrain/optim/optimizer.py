@@ -1,4 +1,4 @@
-"""Which parameter is optimised how, and the one gradient transformation that does it."""
+"""How each parameter is optimised, and one gradient transformation for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Method(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """AdamW (arXiv 1711.05101) for what Muon does not take; unpublished for GLM-4.5, so these are ours.
+    """AdamW (arXiv 1711.05101) for parameters that Muon does not take. GLM-4.5's numbers are unpublished.
 
     Attributes:
       b1, b2: decays of the averages of gradients and squared gradients; 0.95 as in Moonlight.
@@ -107,7 +107,7 @@ def select(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Choi
 
 
 def muon_layouts(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, MatrixLayout]:
-    """Where the matrices are of each parameter that Muon takes. Raises as `select` does."""
+    """The layout of each parameter that Muon takes. Raises as `select` does."""
     return {
         path: layout_of(params[path], head_width=_head_width(config.muon, path))
         for path, choice in select(config, params).items()

@@ -1,4 +1,4 @@
-"""QK-clip: query and key weights shrink where a head's attention logits grew past a threshold.
+"""QK-clip: scales query and key weights down where a head's attention logits exceed a threshold.
 
 L layers, D model, H query heads, K key heads, G = H/K query heads that share a key head, h head width
 """
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 def head_factors(
     max_logits_LH: Float[Array, "L H"], threshold: float, *, key_heads: int
 ) -> tuple[Float[Array, "L H"], Float[Array, "L K"]]:
-    """Returns factors for the weights of query heads and of key heads; 1 where nothing is to be done.
+    """Returns factors for the weights of query heads and of key heads; 1 leaves a head unchanged.
 
     max_logits_LH: the largest scaled logit q.k / sqrt(h) that each head had in the batch, or any value below
     the threshold where it had none.
@@ -52,7 +52,7 @@ class QkClip:
     ) -> dict[str, jax.Array]:
         """Returns `params` with the q and k projections (kernel [L, D, heads * h] and bias) of heads scaled.
 
-        Weights alone are scaled, not momentum, as in the paper.
+        Only weights are scaled, not momentum, as in the paper.
         """
         query_LH, key_LK = head_factors(max_logits_LH, self.threshold, key_heads=self.key_heads)
         scaled, first = dict(params), 0

@@ -141,7 +141,7 @@ def _is_number(tokens: Any) -> bool:
 
 
 def _joined(pieces: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """pieces[i] holds from boundaries[i - 1] on and before boundaries[i]; one of no tokens is never used."""
+    """pieces[i] holds from boundaries[i - 1] on and before boundaries[i]; an empty piece is never used."""
     if any(b < 0 for b in boundaries) or any(b < a for a, b in zip(boundaries, boundaries[1:], strict=False)):
         raise ValueError(
             f"schedule: found boundaries {list(boundaries)} tokens, expected none negative and each at or "

@@ -31,7 +31,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """What a phase asks of its batches.
+    """What a phase requires of its batches.
 
     shape_at: the shape of the batch that follows a number of valid tokens of the phase. columns: besides the
     standard ones. steps: of the phase. interrupted: whether a wait for data should end.
@@ -45,7 +45,7 @@ class BatchSpec:
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch and what its source says of it, for the metrics."""
+    """A batch and the metrics of its source."""
 
     batch: Batch
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class SourceTools:
-    """What a run offers to its sources.
+    """What a source may use of its run.
 
     tokenizer: a Hugging Face tokenizer with a chat template. environment: opens the run's environment, with
     options in place of the config's; raises `ConfigError` where the recipe has none.

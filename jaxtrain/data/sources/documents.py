@@ -46,7 +46,9 @@ class _Iterator(grain.DatasetIterator[Packed]):
         ends: list[int] = []  # position after each document
         used, at, empty = 0, self._position, 0
         while used < shape.positions:
-            document = documents[int(self._dataset.order[at])]
+            index = self._dataset.order[at]
+            assert index is not None  # a shuffled range has a value everywhere
+            document = documents[int(index)]
             at += 1
             if document is None:
                 empty += 1

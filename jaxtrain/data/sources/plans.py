@@ -29,7 +29,7 @@ from sharding import processes
 
 log = logging.getLogger(__name__)
 
-FILL = 0.95  # of a batch's positions that a plan aims at; best-fit packing loses less than the rest
+FILL = 0.95  # share of a batch's positions that a plan fills; best-fit packing wastes less than the rest
 POLL_SECONDS = 0.1
 PLAN_COLUMNS = frozenset({"behavior_logprobs", "advantages", "temperature", "routed_experts"})
 
@@ -57,7 +57,7 @@ class TrainerClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How plans come to be.
+    """How plans are made.
 
     replayed: (MoE layers, k) of the experts that engines send and the loss replays; None if it does not.
     version_at: policy version that the trainer's weights will have at a step; called by the planning thread.
@@ -72,7 +72,7 @@ class Planning:
     version_at: Callable[[int], int]
 
     def planner(self, sleep: Callable[[float], None]) -> Planner | None:
-        """In process 0 only; workers may claim prompts from then on. sleep: that its waits use."""
+        """In process 0 only; workers may claim prompts from then on. sleep: called while it waits."""
         if processes.process_index() != 0:
             return None
         section = self.config.trajectories
@@ -102,7 +102,7 @@ def length_bin_edges(longest: int, bins: int) -> tuple[int, ...]:
 
 
 def discard_plans(store: Store, *, after: int, trained: int) -> None:
-    """Forgets the plans of RL steps after `after`. trained: RL steps in the newest checkpoint.
+    """Deletes the plans of RL steps after `after`. trained: RL steps in the newest checkpoint.
 
     Raises `PlanError` if the checkpoint has already trained one of them.
     """
@@ -184,7 +184,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
 
 
 def document(row: Row, advantage: Advantage) -> Document:
-    """What a planned row contributes: its trainable, fresh tokens."""
+    """The document of a planned row; its loss covers trainable, fresh tokens."""
     trajectory = row.trajectory
     columns: dict[str, np.ndarray | float] = {
         "behavior_logprobs": trajectory.behavior_logprobs,

@@ -1,4 +1,4 @@
-"""What policy objectives share: the forward pass, their columns, and the loss of MTP layers beside them.
+"""Shared by policy objectives: the forward pass, their columns, and the loss of MTP layers.
 
 An objective is a function of `PolicyTokens`; the rest of a policy loss is `policy_sums`.
 """
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch, Column
-from jaxtrain.losses.base import Arrays, LossSums, Params, final_hidden
+from jaxtrain.losses.base import Arrays, LossSums, final_hidden
 from jaxtrain.losses.mtp import with_drafts
 from jaxtrain.losses.target_logprobs import target_logprobs
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.definition import Definition, Params
 
 POLICY_COLUMNS = (
     Column("behavior_logprobs", "float32", 0.0, of="target"),
@@ -28,7 +28,7 @@ POLICY_COLUMNS = (
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What an objective sees of each target token.
+    """What an objective reads of each target token.
 
     logprobs_N: of the trained policy at the sampling temperature, with gradient. behavior_logprobs_N: of the
     policy that sampled. advantages_N. weights_N: 0 where a token is not trained on. documents_N: int32, which
@@ -58,8 +58,8 @@ def policy_sums(definition: Definition, params: Params, batch: Batch, objective:
     """Sums of a policy objective, which returns its loss and its metrics as sums over tokens.
 
     The denominator is the weight of all trainable tokens, masked ones included, so that masking does not
-    raise the weight of the tokens left. MTP layers learn to draft what the policy says: no gradient of their
-    loss reaches the policy. They count in the global norm, so clipping also shrinks the policy's step.
+    raise the weight of the other tokens. MTP layers learn to predict the policy's tokens: no gradient of
+    their loss reaches the policy. They count in the global norm, so clipping also shrinks the policy's step.
     """
     hidden, router = final_hidden(definition, params, batch)
     out = target_logprobs(

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch, Column
-from jaxtrain.losses.base import Arrays, LossSums, Params
+from jaxtrain.losses.base import Arrays, LossSums
 from jaxtrain.losses.policies.base import POLICY_COLUMNS, PolicyTokens, policy_sums
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.definition import Definition, Params
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSided:
     """-sum stop_gradient(f(r)) * A * log pi, with r = exp(log pi - log pi_behavior).
 
-    f(r) = r for r in (1 - eps_low, 1 + eps_high), else 0: a token outside leaves the gradient, it is not
-    clipped. Token level, because one trajectory mixes policy versions; no pass of an old policy is needed.
-    Metrics are means over trainable tokens: entropy, inside_fraction, ratio, log_ratio_squared.
+    f(r) = r for r in (1 - eps_low, 1 + eps_high), else 0: a token outside has no gradient instead of a
+    clipped one. Token level, because one trajectory mixes policy versions; no pass of an old policy is
+    needed. Metrics are means over trainable tokens: entropy, inside_fraction, ratio, log_ratio_squared.
 
     eps_low, eps_high: 0.5 and 1 make the window (1/2, 2), symmetric in log-probability. Unpublished.
     """

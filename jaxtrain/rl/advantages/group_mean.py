@@ -1,4 +1,4 @@
-"""The reward less the mean of its group: GRPO's baseline (arXiv 2402.03300)."""
+"""The reward minus the mean of its group: GRPO's baseline (arXiv 2402.03300)."""
 
 from __future__ import annotations
 
