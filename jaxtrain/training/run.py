@@ -22,7 +22,7 @@ from jaxtrain.training.build import Trainable, mesh_of, trainable_of
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.progress import Progress
-from jaxtrain.training.start import Start, open_start
+from jaxtrain.training.start import Start, Texts, open_start
 from jaxtrain.training.state import TrainState, state_of
 from rollout_bridge.errors import ExpectedError
 from sharding import processes
@@ -103,9 +103,17 @@ class Run:
             )
 
 
+def _prompts(config: ExperimentConfig) -> Texts | None:
+    """Of the config's environment, if it has one."""
+    return (lambda: prompts_of(open_environment(config))) if hasattr(config, "environment") else None
+
+
 @contextmanager
-def open_run(config: ExperimentConfig, run_dir: Path) -> Iterator[Run]:
-    """Opens everything; what cannot work fails here, before the first step. Closes it at the end."""
+def open_run(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None = None) -> Iterator[Run]:
+    """Opens everything; what cannot work fails here, before the first step. Closes it at the end.
+
+    texts: what a tokenizer is built from where none is given; None: the prompts of an environment.
+    """
     processes.initialize()
     mesh = mesh_of(config.mesh)
     if problems := undivided(config.model, config.microbatches, mesh.shape):
@@ -117,13 +125,7 @@ def open_run(config: ExperimentConfig, run_dir: Path) -> Iterator[Run]:
     )
     try:
         restored = checkpoints.latest()
-        has_prompts = getattr(config, "environment", None) is not None
-        start = open_start(
-            config,
-            run_dir,
-            resumed=restored is not None,
-            texts=(lambda: prompts_of(open_environment(config))) if has_prompts else None,
-        )
+        start = open_start(config, run_dir, resumed=restored is not None, texts=texts or _prompts(config))
         model = ModelConfig.from_hf(start.hf_config, **config.model.numerics)
         trainable = trainable_of(config.optimizer, model, mesh)
         stop = threading.Event()
