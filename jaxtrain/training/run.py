@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from jaxtrain.config.division import undivided
 from jaxtrain.config.errors import ConfigError
@@ -77,17 +78,20 @@ class Run:
         """A checkpoint if the interval says so. force: in any case."""
         self.checkpoints.save(progress.step, state, progress.to_json(), force=force)
 
-    def agree_to_stop(self) -> None:
-        """Sets `stop` in every process if a signal has reached one. All call it, at the same step."""
-        if processes.any_of(self.stop.is_set(), name="stop"):
-            self.stop.set()
+    def agree_to_stop(self) -> bool:
+        """Whether a signal has reached any process. All call it, at the same step."""
+        return processes.any_of(self.stop.is_set(), name="stop")
 
     def stop_if_asked(self, state: TrainState, progress: Progress) -> None:
-        """Raises `Stopped` after a last checkpoint if a signal arrived."""
+        """Raises `Stopped` after a last checkpoint if a signal has reached this process."""
         if self.stop.is_set():
-            self.save(state, progress, force=True)
-            self.checkpoints.wait()
-            raise Stopped(f"stopped after step {progress.step}; the same command resumes there")
+            self.stop_now(state, progress)
+
+    def stop_now(self, state: TrainState, progress: Progress) -> NoReturn:
+        """Raises `Stopped` after a last checkpoint. All processes call it, at the same step."""
+        self.save(state, progress, force=True)
+        self.checkpoints.wait()
+        raise Stopped(f"stopped after step {progress.step}; the same command resumes there")
 
     def check_finite(self, progress: Progress, *, finite: bool) -> None:
         """Raises `TooManyNonFinite` past the limit. finite: whether the last step was."""
