@@ -31,7 +31,7 @@ class _ConfigUnlessNamed(TyperGroup):
 inspection = typer.Typer(
     cls=_ConfigUnlessNamed,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="What an experiment's config or a model comes to (`inspect --config FILE`), or what a store holds.",
+    help="Show an experiment's config (`inspect --config FILE`), a model's size, or what a store holds.",
 )
 inspection.command("config")(inspect)
 inspection.command("model")(inspect_model)

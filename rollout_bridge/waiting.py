@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def looks(
-    timeout: float,
-    poll: float,
-    *,
-    slowest: float | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    timeout: float, poll: float, *, slowest: float | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[float]:
     """One item for each look until `timeout` seconds have passed: the seconds to sleep after it.
 

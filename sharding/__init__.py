@@ -1,6 +1,6 @@
-"""Sharding of JAX arrays: meshes, rules, inspection, collectives, processes. Needs jax and numpy alone.
+"""Sharding of JAX arrays: meshes, rules, inspection, collectives, processes. Needs only jax and numpy.
 
-Importing it starts no device, so `processes.initialize` can come after.
+Importing it does not start a device, so `processes.initialize` can be called later.
 """
 
 from sharding import processes

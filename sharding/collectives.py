@@ -1,4 +1,4 @@
-"""What a compiled program communicates: kind, count, bytes and mesh axes of its collectives.
+"""The communication of a compiled program: kind, count, bytes and mesh axes of its collectives.
 
     compiled = jax.jit(step).lower(state, batch).compile()
     print(report(collectives(compiled, mesh)))
@@ -37,8 +37,8 @@ class Collective:
       wire_bytes: bytes a device sends in an execution by a ring algorithm: (n-1)/n of the payload, twice
         that for an all-reduce, all of it for a permute or a broadcast. A model, not a measurement.
       executions: times a run of the program performs it, None inside a loop of unknown length.
-      across_slices: True where it leaves a TPU slice for the data-centre network. A collective over both is
-        two: one inside the slices and one across.
+      across_slices: True where it leaves a TPU slice for the data-centre network. A collective over both
+        counts as two: one inside the slices and one across.
       name, source: the instruction, and the jax operation it came from where the compiler kept it.
     """
 
@@ -84,7 +84,7 @@ def collectives(program: Any, mesh: Mesh | None = None) -> tuple[Collective, ...
       mesh: the mesh the program was compiled for; by default that of its arguments or results.
 
     Raises:
-      ShardingError: no mesh to be found, or one of another size than the program's.
+      ShardingError: no mesh is found, or one of another size than the program's.
     """
     mesh = mesh if mesh is not None else _mesh_of(program)
     text = program if isinstance(program, str) else program.as_text()
@@ -116,7 +116,7 @@ def totals(found: Iterable[Collective]) -> tuple[Total, ...]:
 
 
 def report(found: Iterable[Collective]) -> str:
-    """A table of `totals`, for a person."""
+    """A table of `totals` as text."""
     rows: list[tuple[str, ...]] = [("kind", "axes", "count", "runs", "payload", "on the wire")]
     for total in totals(found):
         runs = str(total.executions) if total.complete else f">={total.executions}"
@@ -148,8 +148,7 @@ def _positions(mesh: Mesh, partitions: int) -> tuple[list[int], list[int]]:
         return first, slices
     raise ShardingError(
         f"collectives: the program is compiled for {partitions} devices, but mesh {dict(mesh.shape)} has"
-        f" {mesh.size};"
-        " pass the mesh that the program was compiled for"
+        f" {mesh.size}; pass the mesh that the program was compiled for"
     )
 
 

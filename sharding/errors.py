@@ -1,4 +1,4 @@
-"""What this package raises and warns with."""
+"""Errors and warnings of this package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads collectives out of the text of an optimised HLO module: kind, payload, device groups, executions.
 
-Text is the one form every backend of jax prints. Three notations of device groups occur side by side:
+Text is the only form that every backend of jax prints. Three notations of device groups occur side by side:
 
   {{0,1},{2,3}}                          a list
   [2,4]<=[4,2]T(1,0)                     iota: arange(8).reshape(4,2).transpose(1,0).reshape(2,4)
@@ -9,11 +9,9 @@ Text is the one form every backend of jax prints. Three notations of device grou
 In the last, 'b':(2)2 is the inner half of an axis of 4, and `, device_ids=(0,2,1,3)` or an iota after the
 bracket orders the devices of the mesh.
 
-Ids are positions in the program's device order, which is the flattened order of its mesh. A TPU program
-that spans
-slices is compiled for one of them: its ids count the devices of a slice, and what crosses slices is a
-  `send` to the
-host whose attributes name the collective.
+Ids are positions in the program's device order, which is the flattened order of its mesh. A TPU program that
+spans slices is compiled for one of them: its ids count the devices of a slice, and a collective across slices
+is a `send` to the host whose attributes name it.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# With these the result of the asynchronous start is (operands, results, ...), otherwise it is the results
-# alone.
+# The result of these asynchronous starts is (operands, results, ...); of others it is only the results.
 _START_CARRIES_OPERANDS = ("all-gather-start", "collective-permute-start")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
 _MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}  # the others are named as in KINDS
@@ -66,8 +63,7 @@ class Instruction:
       kind: one of KINDS.
       groups: int array [groups, devices]; for a permute [pairs, 2] of source and target. Across slices, the
         same of slices, counted from zero.
-      bytes: payload of one device: what is gathered (result), scattered (operand), or otherwise moved or
-        reduced.
+      bytes: payload of one device: gathered (result), scattered (operand), or otherwise moved or reduced.
       executions: how often one run of the program performs it; None inside a loop of unknown length.
       source: the jax operation it came from, where the compiler kept it.
     """

@@ -1,4 +1,4 @@
-"""What is where: a table of a tree's shardings, checks of them, and mesh axes that shard nothing."""
+"""A table of a tree's shardings, checks of them, and mesh axes that shard nothing."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def describe(tree: Any, shardings: Any = None) -> Description:
 
 
 def assert_sharded(tree: Any, shardings: Any) -> None:
-    """Check that every array of `tree` lies as `shardings` (one, or a tree of them) says.
+    """Check that every array of `tree` is sharded as `shardings` (one, or a tree of them).
 
     Raises ShardingError with a line for each array that does not: found, expected.
     """

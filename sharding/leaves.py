@@ -1,8 +1,8 @@
 """Leaves of a tree with readable names: dicts, optax states, NNX State and Linen trees with boxed parameters.
 
 A *box* is one parameter wrapped together with its metadata: a Linen `Partitioned` or
-`LogicallyPartitioned`, an NNX `Variable`. Boxes are recognised by their methods, so flax is never imported
-here.
+`LogicallyPartitioned`, an NNX `Variable`. Boxes are recognised by their methods, so this never
+imports flax.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Leaf]:
-    """Leaves in the order of `jax.tree.leaves(tree)`; the content of a box goes by the name of the box."""
+    """Leaves in the order of `jax.tree.leaves(tree)`; the content of a box has the name of the box."""
 
     def stop(node: Any) -> bool:
         return is_box(node) or (is_leaf is not None and is_leaf(node))

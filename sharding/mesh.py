@@ -32,7 +32,7 @@ class MeshSpec:
         shardings into types. Always passed on, because the default of jax is not the same in all versions.
       split_physical_axes: let a logical axis take part of a physical torus axis. Slower collectives, so off.
 
-    One size may be -1: whatever number of devices the other axes leave.
+    One size may be -1: all devices that the other axes leave.
     """
 
     ici: Axes
@@ -73,8 +73,8 @@ class MeshSpec:
             relation = "do not divide" if has_rest else "are not"
             raise ShardingError(
                 f"MeshSpec {self}: the given sizes multiply to {given}, which {relation} the"
-                f" {device_count} devices;"
-                " change a size, make one axis -1, or pass exactly the devices to use to build()"
+                f" {device_count} devices; change a size,"
+                " make one axis -1, or pass exactly the devices to use to build()"
             )
         rest = device_count // given
 
@@ -97,8 +97,7 @@ class MeshSpec:
         dcn_shape = tuple(dcn.get(name, 1) for name in names)
         groups = _groups(devices, math.prod(dcn_shape), spec)
         blocks = [_layout(group, ici_shape, spec) for group in groups]
-        # [*dcn, *ici] -> interleave to [dcn0, ici0, dcn1, ici1, ...] -> merge each pair, the DCN part
-        # outermost.
+        # [*dcn, *ici] -> [dcn0, ici0, dcn1, ici1, ...] -> each pair merged, the DCN part outermost.
         stacked = np.stack(blocks).reshape(*dcn_shape, *ici_shape)
         rank = len(names)
         order = [position for axis in range(rank) for position in (axis, rank + axis)]
@@ -109,7 +108,7 @@ class MeshSpec:
     def abstract(self, device_count: int) -> AbstractMesh:
         """The mesh's axes without devices: enough for rules and `describe`, on any machine.
 
-        Whether the shape can be laid out on a given interconnect is not checked: `topology` does.
+        Only `topology` checks that the shape fits an interconnect.
         """
         spec = self.resolve(device_count)
         ici, dcn = dict(_pairs(spec.ici)), dict(_pairs(spec.dcn))
@@ -154,7 +153,7 @@ def _pairs(axes: Axes) -> tuple[tuple[str, int], ...]:
 
 
 def _groups(devices: list[Any], count: int, spec: MeshSpec) -> list[list[Any]]:
-    """`count` equal groups of devices, each meant to sit behind fast links."""
+    """`count` equal groups of devices, each joined by fast links."""
     if count == 1:
         return [devices]
     seen = []
@@ -175,8 +174,8 @@ def _groups(devices: list[Any], count: int, spec: MeshSpec) -> list[list[Any]]:
         return [devices[i * size : (i + 1) * size] for i in range(count)]
     raise ShardingError(
         f"MeshSpec {spec}: the DCN axes ask for {count} groups of devices, found"
-        f" {' and '.join(seen) or 'none'};"
-        " make the product of the dcn sizes equal the number of slices (or hosts)"
+        f" {' and '.join(seen) or 'none'}; make"
+        " the product of the dcn sizes equal the number of slices (or hosts)"
     )
 
 

@@ -1,11 +1,11 @@
 """Processes of one program: joining, broadcasting small objects, barriers. Every wait has a timeout.
 
 Nothing here needs more than one process: alone, `initialize`, `barrier` and `shutdown` do nothing and
-`broadcast_json` returns its argument as JSON gives it back. Calls must come in the same order in all
-processes, from one thread each. Objects travel through jax's coordination service, not through devices, so
-a broadcast never interleaves with collectives of a running step.
+`broadcast_json` returns its argument after a JSON round trip. All processes must make the same calls in the
+same order, from one thread each. Objects are sent by jax's coordination service, not by devices, so a
+broadcast never interleaves with collectives of a running step.
 
-After a failed wait the processes no longer agree on where they are: let the error end the process.
+After a failed wait the processes may be at different calls: let the error end the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 SHUTDOWN_TIMEOUT_SECONDS = 60
-# The coordination service is a control channel over gRPC, whose messages are bounded; arrays belong on
-# devices.
+# The coordination service is a control channel over gRPC with bounded messages; arrays belong on devices.
 MAX_BROADCAST_BYTES = 1 << 20
-# jax aborts the process when its own deadline passes, before any Python error; it gets this much longer
-# than ours.
+# jax aborts the process at its own deadline, without a Python error, so that deadline is this much later.
 _ABORT_MARGIN_SECONDS = 120
 
 _uses: collections.Counter[str] = collections.Counter()
@@ -57,8 +55,8 @@ def initialize(
       local_device_ids: devices of this process on its host; all by default.
 
     Raises:
-      ProcessesError: incomplete arguments, coordinator unreachable, or not everyone joined in time. The
-        last is final for this process: exit, as the runtime still waits in the background.
+      ProcessesError: incomplete arguments, coordinator unreachable, or not all joined in time. After
+        the last the process must exit, because the runtime still waits in the background.
     """
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     num_processes = _from_environment(num_processes, "JAX_NUM_PROCESSES")
@@ -147,10 +145,10 @@ def broadcast_json(
     """The `value` that process `source` passes, in every process; other processes' `value` is ignored.
 
     Args:
-      value: anything JSON holds, up to 1 MiB encoded; NaN and infinities are refused.
+      value: anything JSON holds, up to 1 MiB encoded; NaN and infinities are errors.
       name: what it is, for instance "plan of step 12"; part of the error.
-      source: the process whose value counts.
-      timeout: seconds, for the value and then for everybody to have read it.
+      source: the process whose value is sent.
+      timeout: seconds, for the value and then for all processes to read it.
 
     Returns:
       The decoded value, the same in all processes and in a single one (tuples come back as lists).
@@ -178,8 +176,8 @@ def broadcast_json(
         except jax.errors.JaxRuntimeError as error:
             raise ProcessesError(
                 f"broadcast {name!r}: process {me} of {count} waited up to {timeout:g} s for process"
-                f" {source} to send"
-                f" it. Read the log of process {source}, or raise the timeout. Runtime: {_first_line(error)}"
+                f" {source} to send it. Read the log of process"
+                f" {source}, or raise the timeout. Runtime: {_first_line(error)}"
             ) from error
     # All have read before the key goes, so the service never holds more than the broadcast in progress.
     barrier(f"all received {name}", timeout)
@@ -273,7 +271,7 @@ def _wait_for_port(address: str, deadline: float, *, me: str, timeout_seconds: f
 def _join(deadline: float, failure: str, **arguments: Any) -> bool:
     """Whether jax's start-up ends in time; ProcessesError begins with `failure` where it ends in an error.
 
-    It runs in a thread because it aborts the process past a deadline of its own, so ours has to come first.
+    It runs in a thread because it aborts the process at its own deadline, so this one must come first.
     """
     raised: list[BaseException] = []
 

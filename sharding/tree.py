@@ -1,7 +1,7 @@
 """Placing trees on a mesh: shard, replicate, reshard, and between host-local and global arrays.
 
 Every function takes and returns any pytree: dicts, optax states, NNX State, Linen trees with boxed
-  parameters.
+parameters.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def gather(tree: Any) -> Any:
 
 
 def shardings_like(tree: Any, parameters: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shardings for a tree that repeats parameters, such as an optimizer state: moments as their parameter,
-    the rest replicated.
+    """Shardings for a tree that repeats parameters, such as an optimizer state; the rest is replicated.
 
     Args:
       tree: arrays or ShapeDtypeStructs, whose leaf names end in parameter names where they repeat them.

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its log format, and how it says that something is wrong."""
+"""Shared by the commands: options, log format, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def load(
 ) -> ExperimentConfig:
     """The checked config, or its problems on stderr and exit status 2.
 
-    fleet: as a host reads it that has neither weights nor tokenizer: see `of_a_fleet`.
+    fleet: for a host without weights and tokenizer, see `of_a_fleet`.
     """
     from jaxtrain.config.errors import ConfigError
-    from jaxtrain.config.load import Reader, load_config
+    from jaxtrain.config.load import ConfigReader, load_config
 
     given = [*(overrides or []), *([f"name={name}"] if name is not None else [])]
     try:
-        return load_config(path, given, reader=Reader.FLEET if fleet else Reader.TRAINER)
+        return load_config(path, given, reader=ConfigReader.FLEET if fleet else ConfigReader.TRAINER)
     except ConfigError as error:
         fail(str(error), status=WRONG_CONFIG)
 
@@ -79,9 +79,9 @@ def fail(message: str, *, status: int = FAILED) -> NoReturn:
 
 @contextmanager
 def naming(*others: type[Exception]) -> Iterator[None]:
-    """An expected error ends the command with its message alone; the rest keep their traceback.
+    """An expected error ends the command with only its message; other errors keep their traceback.
 
-    others: expected errors of a package that knows nothing of ours.
+    others: expected errors of a package without `ExpectedError`.
     """
     try:
         yield

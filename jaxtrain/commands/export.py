@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +10,7 @@ import typer
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
 from jaxtrain.commands.import_ import Architecture, Destination, search_here
-
-
-class Format(StrEnum):
-    bf16 = "bf16"
-    f32 = "f32"
-    fp8 = "fp8"
-
+from jaxtrain.huggingface.layout import ExportFormat
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -33,8 +26,8 @@ def export(
         typer.Option(help="Which of a run's checkpoints. (default: the newest)", show_default=False),
     ] = None,
     format: Annotated[
-        Format, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
-    ] = Format.bf16,
+        ExportFormat, typer.Option("--format", "-f", help="How weights are stored; fp8 in blocks of 128x128.")
+    ] = ExportFormat.BF16,
     architecture: Architecture = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB or 500MB.")] = "5GB",
     tensor_parallel: Annotated[
@@ -53,7 +46,6 @@ def export(
     log_to_stderr()
     search_here(architecture)
     from jaxtrain.huggingface.devices import streaming_mesh
-    from jaxtrain.huggingface.export import ExportFormat
     from jaxtrain.huggingface.layout import read_config
     from jaxtrain.training.saved import export_model
     from rollout_bridge.quantization.plan import ServingLayout
@@ -68,7 +60,7 @@ def export(
             streaming_mesh(read_config(source)),
             step=step,
             architecture=architecture,
-            export_format=ExportFormat(format.value),
+            export_format=format,
             serving=ServingLayout(tensor_parallel, expert_parallel),
             shard_bytes=shard_bytes,
         )

@@ -1,7 +1,7 @@
-"""What a rollout host runs, put together from a config: a worker with its engine and sync agent, or a server.
+"""What a rollout host runs, built from a config: a worker with its engine and sync agent, or a server.
 
-The fleet learns what the model is from `run.json` in the store, not from the trainer's config, so that it
-serves what is published.
+The fleet reads the model from `run.json` in the store, not from the trainer's config, so it serves what is
+published.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from rollout_bridge.weights.format.run import load as load_run
 logger = logging.getLogger(__name__)
 
 RUN_TIMEOUT_S = 600.0  # a trainer writes run.json before its first step; this is for slow machines
-POLL_S = 0.25  # of the store; small beside a step, and a file or bucket takes a few reads a second
+POLL_S = 0.25  # of the store; short beside a step, and a few reads a second are cheap
 
 
 class FleetError(ExpectedError):
-    """Something a rollout host needs did not appear; says what, where and what to do."""
+    """Something a rollout host needs did not appear; the message names it, where, and what to do."""
 
 
 async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_id: str) -> None:
-    """Work until the trainer says finished, or SIGTERM or SIGINT.
+    """Runs a worker until the trainer has finished, or SIGTERM or SIGINT.
 
     Raises `FleetError` (no run in the store), `WorkerError`, `AgentError`, `EngineError`, `StoreError`.
     """
@@ -59,7 +59,7 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
     worker = RolloutWorker(store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id)
     try:
         if config.rollouts.engine == "embedded":
-            # The engine of this process has no agent but ours; a server's is in `jaxtrain serve`.
+            # The embedded engine's agent runs here; a server's runs in `jaxtrain serve`.
             agent = SyncAgent(store, own / "mirror", engine, worker_id, settings=AgentSettings(poll=POLL_S))
             await beside(worker.run(stop), agent.run())
         else:
@@ -69,12 +69,12 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
 
 
 async def beside(work: Coroutine[Any, Any, Any], service: Coroutine[Any, Any, Any]) -> None:
-    """Run `work` with `service` beside it. An error of either ends both; the end of `work` ends both."""
+    """Runs `work` and `service` together. An error of either ends both; the end of `work` ends both."""
     working, serving = asyncio.create_task(work), asyncio.create_task(service)
     try:
         await asyncio.wait({working, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not working.done():
-            serving.result()  # raises what it failed with; otherwise the run is finished and work sees it too
+            serving.result()  # raises its error; without one the run is finished, and `work` ends too
         await working
     finally:
         for task in (working, serving):

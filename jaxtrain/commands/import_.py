@@ -24,7 +24,7 @@ Destination = Annotated[Path, typer.Argument(help="A new directory; it must not 
 
 
 def search_here(architecture: str | None) -> None:
-    """The module of an architecture that the command line names may lie in the current directory."""
+    """Lets the module of an architecture on the command line be in the current directory."""
     from rollout_bridge.references import search_path
 
     if architecture is not None:
@@ -41,9 +41,9 @@ def import_(
 ) -> None:
     """Import a Hugging Face checkpoint: BF16, F16, F32, or FP8 in blocks of 128x128.
 
-    The tensors stream onto the devices of this host (or, under a coordinator, of all hosts), as many as share
-    hidden_size evenly, and are saved as a checkpoint, with config.json and the tokenizer beside it.
-    Everything that does not fit the model is named at once, before any memory is taken.
+    The tensors stream onto the devices of this host (or, under a coordinator, of all hosts), as many as
+    divide hidden_size, and are saved as a checkpoint, with config.json and the tokenizer beside it.
+    Everything that does not fit the model is reported at once, before memory is allocated.
 
     A recipe can also start from SOURCE itself: `model.checkpoint: SOURCE`.
     """

@@ -1,4 +1,4 @@
-"""`jaxtrain inspect`: what an experiment's config comes to."""
+"""`jaxtrain inspect`: an experiment's fields and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
             value = value[part]
         if section_of(field) is not None:
             continue
-        if field.annotation is Reference:  # its options are its own: those given, in the order they were
+        if field.annotation is Reference:  # its options have no schema: those given, in their order
             for key in value:
                 table.add_row("", dotted((*path, key)), str(value[key]), field.description or "")
             continue

@@ -1,4 +1,4 @@
-"""`jaxtrain inspect model`: parameters, operations and memory of a model, before a device is asked for."""
+"""`jaxtrain inspect model`: parameters, operations and memory of a model, computed without its devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inspect_model(
     vocabulary: Annotated[
         int | None,
         typer.Option(
-            "--vocabulary", min=1, help="Entries of the embedding, where the name does not say. (default: 64)"
+            "--vocabulary", min=1, help="Entries of the embedding, if the name has none. (default: 64)"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -70,7 +70,7 @@ def inspect_model(
 
 
 def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSection | None]:
-    """The decoder that `name` means, and its optimizer where an experiment says it."""
+    """The decoder that `name` means, and the optimizer of an experiment."""
     from jaxtrain.config.model import ModelSection
     from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES, PUBLISHED_VOCABULARIES
     from jaxtrain.models.config import ModelConfig

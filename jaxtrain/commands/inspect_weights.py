@@ -40,6 +40,8 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from jaxtrain.quickstart.view import kilobytes
+
     console, head, health = Console(), found["head"], found["health"]
     console.print(f"run {found['run']['run_id']}, incarnation {found['run']['incarnation']}, {found['url']}")
     if head is None:
@@ -55,7 +57,10 @@ def _show(found: dict[str, Any]) -> None:
             str(row["version"]),
             str(row["step"]),
             kind,
-            *(_bytes(row[name]) for name in ("full_bytes", "delta_bytes", "manifest_bytes")),
+            *(
+                kilobytes(row[name]) if row[name] else ""
+                for name in ("full_bytes", "delta_bytes", "manifest_bytes")
+            ),
             "" if row["delta_over_entropy"] is None else f"{row['delta_over_entropy']:.2f}",
             f"{row['changed_fraction']:.3%}",
         )
@@ -84,12 +89,3 @@ def _show(found: dict[str, Any]) -> None:
     console.print(
         "the chain is whole" if health["ok"] else "\n".join(["the chain is broken:", *health["problems"]])
     )
-
-
-def _bytes(count: int) -> str:
-    if not count:
-        return ""
-    if count < 1000:
-        return f"{count} B"
-    power = min((len(str(count)) - 1) // 3, 3)
-    return f"{count / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"

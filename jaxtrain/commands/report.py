@@ -23,7 +23,7 @@ def report(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Sum a run up from its store and metrics: summary.json, curves.png, and a table.
+    """Summarise a run from its store and metrics: summary.json, curves.png, and a table.
 
     Works while the run goes on; it only reads.
     """

@@ -31,16 +31,16 @@ def train(
             "--discard-plans-after",
             metavar="STEP",
             min=-1,
-            help="Forget the plans of later RL steps: the way out of a plan that cannot be trained.",
+            help="Delete the plans of later RL steps, to recover from a plan that cannot be trained.",
             show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Run the trainer of an experiment, or go on with one that stopped.
+    """Run the trainer of an experiment, or resume one that stopped.
 
-    Everything a run needs to resume is in its directory and store: the same command again takes it up where
-    it stopped. An async_grpo trainer waits for trajectories; `jaxtrain rollout` makes them.
+    Everything a run needs to resume is in its directory and store: the same command again resumes where it
+    stopped. An async_grpo trainer waits for trajectories; `jaxtrain rollout` makes them.
     """
     experiment = load(config, name, overrides)
     from jaxtrain.commands.environment import check_named
@@ -60,7 +60,7 @@ def train(
     from rollout_bridge.store import Store
 
     if isinstance(experiment, AsyncGrpoConfig) and experiment.store is not None:
-        with naming():  # before jax starts, and before the run is bound to a store that cannot be
+        with naming():  # before jax starts, and before the run is bound to a store that cannot be opened
             Store.open(experiment.store)
     try:
         run_dir = claim_run(experiment)

@@ -1,1 +1,1 @@
-"""Typed experiment configuration: `schema` says what exists, `load` reads YAML and overrides into it."""
+"""Typed experiment configuration: `schema` defines it, `load` reads YAML and overrides into it."""

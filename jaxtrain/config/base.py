@@ -29,11 +29,11 @@ def rejection(field: str, message: str) -> PydanticCustomError:
 def setting(default: Any, reason: str, *, resumable: bool = False, reference: str | None = None) -> Any:
     """A field with its default and the reason for it.
 
-    resumable: the value may differ between two invocations of the same run, because nothing already written
-    (weights, plans, trajectories) would have come out differently in kind. reference: the kind of code that a
+    resumable: the value may differ between two invocations of the same run, because it does not
+    change what kind of weights, plans or trajectories is written. reference: the kind of code that a
     `Reference` field names, a key of `references.KINDS`.
     """
-    extra = {"resumable": resumable} | ({} if reference is None else {"reference": reference})
+    extra: dict[str, Any] = {"resumable": resumable} | ({} if reference is None else {"reference": reference})
     return Field(default, description=reason, json_schema_extra=extra)
 
 

@@ -12,9 +12,8 @@ from rollout_bridge.architectures import ArchitectureError
 
 FREE = ("rope_theta", "max_position_embeddings")  # no tensor depends on them: longer contexts change them
 
-
-# In place of an architecture that only the trainer's host can read; nothing of it is used. Nothing that is
-# compared with it (lengths, clips, meshes) can be refused for it.
+# Stands for an architecture that only the trainer's host can read. No other value uses it, and no check of a
+# length, clip or mesh fails because of it.
 _STAND_IN = {"preset": "nano", "use_qk_norm": False, "max_position_embeddings": 1 << 40}
 _OF_A_HOST = ("compute_dtype", "expert_implementation")
 
@@ -22,7 +21,7 @@ _OF_A_HOST = ("compute_dtype", "expert_implementation")
 def of_a_fleet(values: dict[str, Any]) -> dict[str, Any]:
     """An experiment's values as a rollout host needs them: no tokenizer and no weights are looked up.
 
-    Both come with run.json. Weights that are named leave the model section's numerics alone.
+    Both come with run.json. With given weights, only the numerics of the model section are kept.
     """
     kept = {name: value for name, value in values.items() if name != "tokenizer"}
     model = values.get("model")

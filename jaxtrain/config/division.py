@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from jaxtrain.config.model import MeshSection, ModelSection
 from jaxtrain.config.optimization import BatchSection, StageSection
 
-ROW_AXES = ("data", "fsdp", "expert")
+ROW_AXES = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
 
 
 def known_sizes(mesh: MeshSection) -> dict[str, int]:
-    """Size of each axis, both levels multiplied; an axis of -1 counts 1, so it divides whatever it will."""
+    """Size of each axis, both levels multiplied; an axis of -1 counts as 1, which divides everything."""
     ici, dcn = mesh.ici.model_dump(), mesh.dcn.model_dump()
     return {name: max(ici[name], 1) * max(dcn[name], 1) for name in ici}
 
@@ -20,7 +20,7 @@ def known_sizes(mesh: MeshSection) -> dict[str, int]:
 def undivided(
     model: ModelSection, microbatches: Mapping[str, BatchSection | StageSection], sizes: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """(field, problem with its remedy) of everything that cannot be cut evenly.
+    """(field, problem with its remedy) of everything that does not divide.
 
     microbatches: by the field of the config that gives them. sizes: of the mesh's axes.
     """

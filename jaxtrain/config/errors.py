@@ -1,4 +1,4 @@
-"""From pydantic's findings to lines a person can act on: where, what was found, what is allowed."""
+"""Turns pydantic's errors into lines with where, what was found, and what is allowed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WANTED = {
 
 
 class ConfigError(ExpectedError, ValueError):
-    """A config that cannot be used. `problems` holds one line for each thing wrong, all found at once."""
+    """A config that cannot be used. `problems` holds one line for each problem, all found at once."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -78,12 +78,7 @@ def _message(
         return f"{_shown(value)} is not one of {allowed}"
     if kind == "string_pattern_mismatch":
         return f"{_shown(value)} does not match {context['pattern']}"
-    if field is not None and kind in {
-        "greater_than",
-        "greater_than_equal",
-        "less_than",
-        "less_than_equal",
-    }:
+    if field is not None and kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
         return f"{_shown(value)} is not in {_interval(field)}"
     wanted = WANTED.get(kind)
     if wanted is None:

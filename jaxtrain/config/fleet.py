@@ -162,9 +162,7 @@ class WeightSection(Section):
     )
     expert_parallel: bool = setting(False, "experts whole on one rank each, so that more of them are FP8")
     retention_versions: NonNegativeInt = setting(
-        200,
-        "an agent this far behind still finds its deltas; beyond, it takes a full one",
-        resumable=True,
+        200, "an agent this far behind still finds its deltas; beyond, it takes a full one", resumable=True
     )
     retention_s: NonNegativeFloat = setting(
         600.0,

@@ -21,12 +21,12 @@ COMMAND_LINE = "command line"
 SAVED = "config.yaml"  # of a run, in its directory
 
 
-class Reader(Enum):
-    """Who reads a config.
+class ConfigReader(Enum):
+    """Which program reads a config, and which directories it opens.
 
-    TRAINER: looks into the directories of weights and tokenizer that it names.
-    FLEET: into neither; run.json of the store says what is served.
-    SAVED: the config a run has written, every field in it; not into the weights' one.
+    TRAINER: those of weights and tokenizer.
+    FLEET: neither; run.json of the store has the model.
+    SAVED: a config that a run has written, with every field; not the one of the weights.
     """
 
     TRAINER = auto()
@@ -57,12 +57,12 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, reader: Reader = Reader.TRAINER
+    path: str | Path, overrides: Sequence[str] = (), *, reader: ConfigReader = ConfigReader.TRAINER
 ) -> ExperimentConfig:
     """Read, override and check an experiment.
 
     overrides: `dotted.field=value`, the value in YAML (`rl.steps=30`, `store=null`); the last one wins.
-    reader: which directories that the config names are looked into.
+    reader: decides which directories of the config are opened.
     Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
     """
     search_path(Path(path).parent)
@@ -79,15 +79,15 @@ def load_config(
     if _names_module(values):
         values.setdefault("modules", str(Path(path).parent.absolute()))
         search_path(Path(str(values["modules"])))
-    if reader is Reader.FLEET:
+    if reader is ConfigReader.FLEET:
         values = of_a_fleet(values)
-    return _validate(values, origin, weights_known=reader is Reader.SAVED or _remember(values))
+    return _validate(values, origin, weights_known=reader is ConfigReader.SAVED or _remember(values))
 
 
 def _remember(values: dict[str, Any]) -> bool:
-    """Gives a model section that names weights the architecture that its run has saved; whether there is one.
+    """Fills a model section with `checkpoint` from the config that its run has saved, if there is one.
 
-    A run that has begun so needs the directory of the weights no more.
+    Returns whether there is. A run that has begun does not need the directory of the weights.
     """
     model, runs_dir = values.get("model"), values.get("runs_dir", "runs")
     if not isinstance(model, dict) or model.get("checkpoint") is None or not isinstance(runs_dir, str):

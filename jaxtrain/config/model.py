@@ -131,8 +131,7 @@ class ModelSection(Section):
         stray = sorted(given - own)
         if stray:
             raise rejection(
-                stray[0],
-                f"architecture {self.architecture!r} does not read it; leave out {', '.join(stray)}",
+                stray[0], f"architecture {self.architecture!r} does not read it; leave out {', '.join(stray)}"
             )
         missing = sorted((own - {"vocab_size"}) - given)
         if missing:
@@ -152,8 +151,7 @@ class ModelSection(Section):
         dense, experts, chosen = self.first_k_dense_replace, self.n_routed_experts, self.num_experts_per_tok
         if dense is not None and dense > self.num_hidden_layers:
             raise rejection(
-                "first_k_dense_replace",
-                f"{dense} is more than num_hidden_layers {self.num_hidden_layers}",
+                "first_k_dense_replace", f"{dense} is more than num_hidden_layers {self.num_hidden_layers}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise rejection(

@@ -158,7 +158,7 @@ class MuonSection(Section):
 
 
 class AdamWSection(Section):
-    """AdamW, for the embedding, biases, norms and whatever else is no matrix."""
+    """AdamW, for the embedding, biases, norms and other parameters that are no matrix."""
 
     b1: Momentum = setting(0.9, "the usual value; unpublished for GLM-4.5")
     b2: Momentum = setting(0.95, "the usual value for language models; unpublished for GLM-4.5")
@@ -185,8 +185,7 @@ class PhaseSection(Section):
     learning_rate: Schedule = required("of Muon and AdamW alike")
     batch: Ramp = required("batch size warm-up")
     router_bias_rate: Rate = setting(
-        0.001,
-        "step of the selection bias towards balance, without a loss; GLM-4.5 has '0: 0.001, 15T: 0'",
+        0.001, "step of the selection bias towards balance, without a loss; GLM-4.5 has '0: 0.001, 15T: 0'"
     )
     aux_loss_weight: Rate = setting(
         1e-4, "sequence-level balance loss: GLM-4.5's value, only against extreme imbalance within a sequence"
@@ -212,7 +211,7 @@ class StageSection(Section):
 
 
 class SupervisedSection(PhaseSection):
-    """Steps on documents; the loss counts where they say so."""
+    """Steps on documents; their loss weights select the tokens."""
 
     loss: Annotated[Reference, named("next_token")] = setting(
         Reference(name="next_token"), "what is minimised", reference="loss"

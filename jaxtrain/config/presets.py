@@ -1,8 +1,7 @@
 """Named models: the values of `ModelSection` that a `model.preset` fills in. YAML may override any.
 
-What a preset does not say has the usual value of its architecture (glm4_moe unless it names another).
-
-They live here and not in YAML so that an installed package has them.
+A field that a preset leaves out has the usual value of its architecture (glm4_moe unless it names another).
+Presets are Python and not YAML so that an installed package has them.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "initializer_range": 0.041666666666666664,
     },
-    # As small as tests like them, one an architecture beside nano.
+    # Tiny ones for tests, one for each other architecture.
     "tiny_qwen3_moe": {
         "architecture": "qwen3_moe",
         "hidden_size": 128,

@@ -1,6 +1,7 @@
-"""Config values that name code (contract 8): which kinds there are, and an instance of what one names.
+"""Config values that name code (contract 8): the kinds, and how an instance is built.
 
-Ours are registered the same way as a user's: a name for `module:Name`, and options read into the dataclass.
+Built-in classes are registered the same way as a user's: a name for `module:Name`, and options read into the
+dataclass.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from rollout_bridge.options import OptionsError, read
 
 
 @dataclass(frozen=True)
-class Kind:
-    """group: of entry points that register names. builtin: our names for `module:Name`."""
+class ReferenceKind:
+    """group: of entry points that register names. builtin: name -> `module:Name`."""
 
     group: str
     builtin: Mapping[str, str]
 
 
 KINDS = {
-    "loss": Kind(
+    "loss": ReferenceKind(
         "jaxtrain.losses",
         {
             "next_token": "jaxtrain.losses.next_token:NextToken",
             "double_sided": "jaxtrain.losses.policies.double_sided:DoubleSided",
         },
     ),
-    "advantage": Kind("jaxtrain.advantages", {"group_mean": "jaxtrain.rl.advantages.group_mean:GroupMean"}),
-    "filter": Kind("jaxtrain.filters", {"no_signal": "jaxtrain.rl.filters.no_signal:NoSignal"}),
-    "source": Kind(
+    "advantage": ReferenceKind(
+        "jaxtrain.advantages", {"group_mean": "jaxtrain.rl.advantages.group_mean:GroupMean"}
+    ),
+    "filter": ReferenceKind("jaxtrain.filters", {"no_signal": "jaxtrain.rl.filters.no_signal:NoSignal"}),
+    "source": ReferenceKind(
         "jaxtrain.sources", {"worked_answers": "jaxtrain.data.sources.worked_answers:WorkedAnswers"}
     ),
 }

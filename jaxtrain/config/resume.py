@@ -8,17 +8,17 @@ from typing import Any
 import yaml
 
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
-from jaxtrain.config.load import SAVED, Reader, load_config
+from jaxtrain.config.load import SAVED, ConfigReader, load_config
 from jaxtrain.config.schema import ExperimentConfig, as_plain
 from rollout_bridge.files import write_whole
 
 
 def check_run(config: ExperimentConfig) -> None:
-    """Raises `ConfigError` naming every field that differs from the saved config, resumable ones aside."""
+    """Raises `ConfigError` naming every field that differs from the saved config, except resumable ones."""
     run_dir = config.run_dir
     saved_path = run_dir / SAVED
     if saved_path.exists():
-        changes = differences(load_config(saved_path, reader=Reader.SAVED), config)
+        changes = differences(load_config(saved_path, reader=ConfigReader.SAVED), config)
         if changes:
             raise ConfigError(
                 [
@@ -33,7 +33,7 @@ def check_run(config: ExperimentConfig) -> None:
 
 
 def claim_run(config: ExperimentConfig) -> Path:
-    """Make runs/<name>/ this config's and return it; resumable fields take their new values.
+    """Saves the config in runs/<name>/ and returns that directory; resumable fields take their new values.
 
     Raises `ConfigError` as `check_run` does.
     """

@@ -1,4 +1,4 @@
-"""An experiment, typed. `recipe` names its class, and each recipe has the sections it reads, no more.
+"""An experiment, typed. `recipe` names its class; a recipe has only the sections that it reads.
 
     AsyncGrpoConfig   warm start on worked answers, then asynchronous RL against a rollout fleet
     SftConfig         supervised training
@@ -96,7 +96,7 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        """Of sizes that are given; one of -1 is known when there are devices: `training.run`."""
+        """Checks the given sizes; one of -1 is known only when there are devices, see `training.run`."""
         for field, problem in undivided(self.model, self.microbatches, known_sizes(self.mesh)):
             raise rejection(field, problem)
         return self

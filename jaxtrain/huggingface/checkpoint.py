@@ -1,4 +1,4 @@
-"""A Hugging Face directory checked against the model its config.json describes, before memory is taken."""
+"""A Hugging Face directory checked against the model of its config.json, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMPARED = 1 << 24  # bytes at a time
 class HuggingFaceCheckpoint:
     """A checked directory.
 
-    hf_config: its config.json without quantization_config: what the weights are once they are read.
+    hf_config: its config.json without quantization_config, as the weights are after reading.
     sources: which slice of which parameter each tensor is.
     """
 
@@ -42,7 +42,7 @@ class HuggingFaceCheckpoint:
     sources: tuple[TensorSource, ...]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor as BF16, F16 or F32 numbers; FP8 ones are multiplied out to float32."""
+        """Rows of a tensor as BF16, F16 or F32 numbers; FP8 ones are dequantised to float32."""
         tensor = self.tensors[name]
         if tensor.dtype == "F8_E4M3":
             return dequantize_rows(tensor, self.tensors[scale_name(name)], start, stop)
@@ -80,7 +80,7 @@ def open_checkpoint(directory: Path, architecture: str | None = None) -> Hugging
 
 
 def read_model_config(directory: Path, architecture: str | None = None) -> dict[str, Any]:
-    """config.json of either kind of directory, without the MTP layers that it names and no file has.
+    """config.json of either kind of directory, without MTP layers that no file has.
 
     architecture: see `layout.read_config`. Raises `HuggingFaceError` for a config.json that cannot be read;
     errors of the other files are `open_checkpoint`'s.
@@ -92,8 +92,9 @@ def read_model_config(directory: Path, architecture: str | None = None) -> dict[
 
 
 def _as_stored(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """`config` with no MTP layers if every other tensor is there and none of theirs: transformers 5 leaves
-    them out when it saves, and leaves their number in config.json.
+    """`config` without MTP layers, if the files have every other tensor and none of theirs.
+
+    transformers 5 does not save these layers but leaves their number in config.json.
     """
     if not config.get(NEXT_TOKEN_LAYERS):
         return config
@@ -101,7 +102,7 @@ def _as_stored(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> d
     try:
         model, other = architectures.read(config), architectures.read(without)
     except ArchitectureError:
-        return config  # an error of the caller, with its other problems
+        return config  # the caller reports it with its other problems
     everything = {source.name for source in architectures.tensors(model)} | architectures.duplicates(
         model
     ).keys()
@@ -181,7 +182,7 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _unlike(repeated: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """What a checkpoint has twice must be the same twice: only the original is read."""
+    """Tensors that a checkpoint repeats must equal the original, which alone is read."""
     return [
         f"{name}: differs from {first}, which it repeats and which is read in its place; delete {name}, or "
         f"set {NEXT_TOKEN_LAYERS} to 0 and delete the layer's tensors"
@@ -191,7 +192,7 @@ def _unlike(repeated: Mapping[str, str], tensors: Mapping[str, StoredTensor]) ->
 
 
 def _untied(embedding: StoredTensor, head: StoredTensor) -> list[str]:
-    """tie_word_embeddings says that head and embedding are one; a file that holds both must agree."""
+    """With tie_word_embeddings, head and embedding must be equal if a file holds both."""
     if _same_bytes(embedding, head):
         return []
     return [

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def streaming_mesh(hf_config: Mapping[str, Any]) -> Mesh:
-    """As many devices as hidden_size divides among, the same number in every process, all on `fsdp`.
+    """The most devices that divide hidden_size, the same number in every process, all on `fsdp`.
 
     hf_config: a config.json, not checked yet: without a usable hidden_size one device of each process.
     """
@@ -27,7 +27,7 @@ def streaming_mesh(hf_config: Mapping[str, Any]) -> Mesh:
 
 
 def sharing(size: Any, devices: Sequence[Any]) -> list[Any]:
-    """The most of `devices` that divide `size`, as many of each process; one of each if none do."""
+    """The most of `devices` that divide `size`, equally many of each process; one of each if none do."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     own = [list(group) for _, group in groupby(ordered, key=lambda device: device.process_index)]
     known = isinstance(size, int) and size > 0

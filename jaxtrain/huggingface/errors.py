@@ -1,4 +1,4 @@
-"""What is wrong with a directory, all of it."""
+"""Errors of a model's directory, reported together."""
 
 from __future__ import annotations
 

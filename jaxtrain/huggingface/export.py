@@ -1,13 +1,11 @@
-"""From parameters on a mesh to a Hugging Face directory, tensor by tensor.
+"""Writes parameters on a mesh to a Hugging Face directory, tensor by tensor.
 
-Stacked parameters come one at a time, each is cut into its tensors on the devices, and one tensor at a time
-is on the host. Files hold the tensors in the order of the parameters, which readers do not mind: the index
-says where each is.
+Stacked parameters are loaded one at a time and cut into tensors on the devices; one tensor at a time is on
+the host. Files hold the tensors in the order of the parameters; the index gives the file of each.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.huggingface.layout import check_destination, copy_companions, write_config
+from jaxtrain.huggingface.layout import ExportFormat, check_destination, copy_companions, write_config
 from rollout_bridge import architectures
 from rollout_bridge.architectures import DecoderConfig
 from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
@@ -31,14 +29,6 @@ from rollout_bridge.safetensors_files import TensorOutput, write_tensors
 from sharding import processes
 
 SHARD_BYTES = 5 * 10**9  # the size the Hugging Face hub recommends
-
-
-class ExportFormat(enum.StrEnum):
-    """BF16 rounds the float32 masters. F32 keeps them. FP8 stores the blocks of the quantisation plan."""
-
-    BF16 = "bf16"
-    F32 = "f32"
-    FP8 = "fp8"
 
 
 def export(
@@ -54,9 +44,9 @@ def export(
     """Writes the directory and returns it; all processes of the mesh call it, process 0 writes.
 
     parameter: a stacked parameter by path, float32; called once a path.
-    companions: directory of the tokenizer's files, which are carried over.
+    companions: directory of the tokenizer's files, which are copied.
     serving: layout of the FP8 engine, whose slices must be whole blocks; None: one rank.
-    Raises `DestinationError` if the directory is there already or the disk has no room. A failure leaves
+    Raises `DestinationError` if the directory exists already or the disk has no room. A failure leaves
     nothing behind.
     """
     decoder = architectures.read(hf_config)
@@ -89,7 +79,7 @@ def _plan(
     return plan_for(sources, serving=serving, quantize=quantize, head_dim=decoder.head_dim)
 
 
-_OURS = ("torch_dtype", "architectures", architectures.REFERENCE)  # written anew, or for our programs alone
+_OURS = ("torch_dtype", "architectures", architectures.REFERENCE)  # written anew, or read by jaxtrain only
 
 
 def _config(
@@ -106,7 +96,7 @@ def _config(
 def _outputs(
     sources: tuple[TensorSource, ...], plan: QuantizationPlan, parameter: Callable[[str], jax.Array]
 ) -> Iterable[TensorOutput]:
-    """In the order of the parameters, so that one at a time is there."""
+    """In the order of the parameters, so that only one at a time is loaded."""
     held: dict[str, jax.Array] = {}
 
     def tensor(source: TensorSource, lead: int, stored: Format) -> np.ndarray:
@@ -135,7 +125,7 @@ def _outputs(
 def _quantized(
     source: TensorSource, size: int, bf16_bits: Callable[[], np.ndarray]
 ) -> Iterable[TensorOutput]:
-    """Codes and scales; the scales wait for their turn, which is the next."""
+    """Codes, then scales; computing the codes keeps the scales for the next output."""
     scales: list[np.ndarray] = []
 
     def codes() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds, from its index and the headers of its safetensors files alone."""
+"""Contents of a Hugging Face directory, from its index and the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StoredTensor:
 
 @dataclass
 class Headers:
-    """Tensors by name, and what is wrong with the files, a line each."""
+    """Tensors by name, and problems of the files, a line each."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

@@ -1,14 +1,15 @@
-"""Where a model, its configuration and its tokenizer lie in the two kinds of directory there are.
+"""Where a model, its configuration and its tokenizer are in the two kinds of directory.
 
-A Hugging Face directory has everything in one place. A directory of ours, a run's or an imported model's, has
+A Hugging Face directory has everything in one place. A jaxtrain directory, of a run or an imported model, has
 
     config.json        as Hugging Face writes it, without a quantization_config
     tokenizer/         the files of the tokenizer
-    checkpoints/STEP/  Orbax; parameters under `params/`, what has no gradient under `buffers/`
+    checkpoints/STEP/  Orbax; parameters under `params/`, buffers under `buffers/`
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 from collections.abc import Mapping
@@ -28,12 +29,20 @@ COMPANIONS = (
 )
 
 
+class ExportFormat(enum.StrEnum):
+    """BF16 rounds the float32 masters. F32 keeps them. FP8 stores the blocks of the quantisation plan."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+    FP8 = "fp8"
+
+
 class DestinationError(ExpectedError, ValueError):
-    """A directory to write cannot be written: it is there already, or there is no room for it."""
+    """A directory cannot be written: it exists already, or the disk has no room."""
 
 
 def is_hugging_face(directory: Path) -> bool:
-    """Whether weights lie beside config.json, instead of in checkpoints/."""
+    """Whether weights are beside config.json, instead of in checkpoints/."""
     return not (directory / CHECKPOINTS).is_dir()
 
 
@@ -43,12 +52,12 @@ def companions_directory(directory: Path) -> Path:
 
 
 def companions(directory: Path) -> list[Path]:
-    """The tokenizer's files in a directory, and what else travels with weights unchanged."""
+    """The tokenizer's files in a directory, and others that are copied with the weights."""
     return [directory / name for name in COMPANIONS if (directory / name).is_file()]
 
 
 def copy_companions(source: Path, destination: Path) -> None:
-    """Copies those that are not there yet."""
+    """Copies the companions that `destination` does not have yet."""
     destination.mkdir(parents=True, exist_ok=True)
     for path in companions(source):
         if not (destination / path.name).exists():
@@ -58,7 +67,7 @@ def copy_companions(source: Path, destination: Path) -> None:
 def read_config(directory: Path, architecture: str | None = None) -> dict[str, Any]:
     """The config.json of a directory. Raises `HuggingFaceError`.
 
-    architecture: name or `module:Name` of the model's family; None: as a directory of ours says, else the
+    architecture: name or `module:Name` of the model's family; None: that of a jaxtrain directory, else the
     model_type.
     """
     path = directory / "config.json"
@@ -71,7 +80,7 @@ def read_config(directory: Path, architecture: str | None = None) -> dict[str, A
     if not isinstance(config, dict):
         raise HuggingFaceError(directory, [f"{path}: holds {type(config).__name__}, expected an object"])
     if is_hugging_face(directory):
-        config.pop(REFERENCE, None)  # what someone published names no code to run here
+        config.pop(REFERENCE, None)  # a published config.json must not name code to run
     if architecture not in (None, config.get("model_type")):
         config[REFERENCE] = architecture
     return config
@@ -83,7 +92,7 @@ def write_config(directory: Path, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_destination(destination: Path, *, nbytes: int) -> None:
-    """Raises `DestinationError` if something is there already or `nbytes` do not fit on its disk."""
+    """Raises `DestinationError` if it has contents already or `nbytes` do not fit on its disk."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise DestinationError(f"{destination}: exists already; name another directory, or move it away")
     parent = next(path for path in destination.absolute().parents if path.is_dir())

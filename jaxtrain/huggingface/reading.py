@@ -1,4 +1,4 @@
-"""Rows of one stored tensor, read when they are asked for."""
+"""Rows of one stored tensor, read on demand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.huggingface.headers import StoredTensor
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.quantization.host import VALUE_OF_CODE
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -16,7 +17,6 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(np.uint8),
 }
-_VALUE_OF_CODE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 BLOCK = 128
 _LARGEST_READ = 1 << 30  # Linux reads at most 2 GiB at once
 READABLE = ("F32", "F16", "BF16")
@@ -29,7 +29,7 @@ class TruncatedError(ExpectedError, OSError):
 def read_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
     """Rows [start, stop) of the first axis, in the stored dtype (FP8 as codes); the tensor if it has no axis.
 
-    Takes the memory of what it returns.
+    Allocates its result only.
     """
     dtype = _DTYPES[tensor.dtype]
     if not tensor.shape:
@@ -42,7 +42,7 @@ def read_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
 def dequantize_rows(codes: StoredTensor, scales: StoredTensor, start: int, stop: int) -> np.ndarray:
     """Rows [start, stop) of an FP8 matrix in 128x128 blocks, float32: code times the scale of its block.
 
-    Any scales, not only powers of two. Takes the memory of what it returns and of some rows more.
+    Any scales, not only powers of two. Allocates its result and a few rows.
     """
     columns = codes.shape[1]
     out = np.empty((stop - start, columns), np.float32)
@@ -54,14 +54,14 @@ def dequantize_rows(codes: StoredTensor, scales: StoredTensor, start: int, stop:
             if begin < end:
                 wide = np.repeat(scale[begin // BLOCK - first], BLOCK)[:columns]
                 np.multiply(
-                    _VALUE_OF_CODE[read_rows(codes, begin, end)], wide, out=out[begin - start : end - start]
+                    VALUE_OF_CODE[read_rows(codes, begin, end)], wide, out=out[begin - start : end - start]
                 )
     return out
 
 
 def _read(tensor: StoredTensor, offset: int, out: np.ndarray) -> np.ndarray:
     """Fills `out` from the file. Raises `TruncatedError` naming tensor and file."""
-    view = memoryview(out.reshape(-1).view(np.uint8))
+    view = out.reshape(-1).view(np.uint8).data
     descriptor = os.open(tensor.file, os.O_RDONLY)
     try:
         done = 0

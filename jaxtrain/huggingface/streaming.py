@@ -1,10 +1,10 @@
-"""From a Hugging Face directory onto a mesh, tensor by tensor.
+"""Reads a Hugging Face directory onto a mesh, tensor by tensor.
 
-The parameters are stacked over layers and experts and lie in shards on the devices. Each shard is filled
-where it is, by one small program a parameter: every step reads the rows that the local devices need of one
-tensor (of one for each group of experts, where experts are sharded), sends them, and writes them in place.
-Transposition and the change of dtype happen on the device. The host never holds more than that one step's
-tensors, and no process reads what is not on its devices' rows.
+Parameters are stacked over layers and experts and sharded over the devices. One small program a parameter
+fills each shard in place: every step reads the rows that the local devices need of one tensor (one for each
+group of experts, where experts are sharded), sends them, and writes them. Transposition and the change of
+dtype happen on the device. The host holds the tensors of one step at a time, and a process reads only the
+rows of its devices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """The parameters of `shapes`, each in its dtype and on its shards. All processes of the mesh call it.
 
-    Raises `HuggingFaceError` if a weight is not finite, naming the parameters; `TruncatedError` if a file got
-    shorter since it was checked.
+    Raises `HuggingFaceError` if a weight is not finite, naming the parameters; `TruncatedError` if a file is
+    shorter than when it was checked.
     """
     groups = paths(checkpoint.sources)
     if unknown := shapes.keys() - groups.keys():
@@ -85,7 +85,7 @@ def _fill(
 
         piece = _piece(checkpoint, name_of, piece_shape, piece_sharding, lead)
         buffer, bad = write(buffer, bad, piece, np.asarray(local, np.int32))
-        jax.block_until_ready(buffer)  # the host's copy of the piece is free again
+        jax.block_until_ready(buffer)  # then the host's copy of the piece can be freed
     return buffer, bad
 
 
@@ -100,6 +100,7 @@ def _piece(
     rows: dict[tuple[str, Bounds], np.ndarray] = {}
     on_device = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # of an addressable device
         bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
         name = name_of(tuple(start for start, _ in bounds[:lead]))
         wanted = bounds[lead:]
@@ -144,7 +145,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) ->
 
 
 def _each_device(sharding: NamedSharding) -> PartitionSpec:
-    """Of an array with one element a device."""
+    """Partition of an array with one element a device."""
     return PartitionSpec(sharding.mesh.axis_names)
 
 

@@ -9,7 +9,7 @@ between two calls while requests run (keep_kv), or the cache rebuilt under the n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -131,12 +131,12 @@ def insert(slots: Slots, prompts: Cache, entry: Insertion) -> Slots:
 @partial(jax.jit, donate_argnums=0)
 def release(slots: Slots, stopped: jax.Array) -> Slots:
     """Stops the slots where `stopped` (bool [B]) is True."""
-    return Slots(**{**vars(slots), "active": slots.active & ~stopped})
+    return replace(slots, active=slots.active & ~stopped)
 
 
 def with_cache(slots: Slots, cache: Cache) -> Slots:
     """The same slots over another cache of the same shape."""
-    return Slots(**{**vars(slots), "cache": cache})
+    return replace(slots, cache=cache)
 
 
 @partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
@@ -157,15 +157,13 @@ def decode(
         token, logprob = sample(model.logits(hidden[:, 0]), slots.temperature, slots.seed, slots.generated)
         generated = slots.generated + slots.active
         stopped = (token[:, None] == stop_ids_BK).any(-1) | (generated >= slots.limit)
-        moved = Slots(
+        moved = replace(
+            slots,
             cache=cache,
             token=jnp.where(slots.active, token, slots.token),
             position=slots.position + slots.active,
             generated=generated,
-            limit=slots.limit,
             active=slots.active & ~stopped,
-            temperature=slots.temperature,
-            seed=slots.seed,
         )
         return moved, DecodedTokens(token, logprob, slots.active, experts[:, 0])
 

@@ -114,11 +114,7 @@ def _on_mesh(
 
     rows = PartitionSpec(*(None for _ in targets_BS.shape[2:]), *activation_spec(mesh))
     out = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(rows, _head_spec(mesh), rows, rows),
-        out_specs=rows,
-        check_vma=False,
+        local, mesh=mesh, in_specs=(rows, _head_spec(mesh), rows, rows), out_specs=rows, check_vma=False
     )(hidden_BSD, head_DV, targets_BS, options)
     return jax.tree.map(lambda x: x.reshape(-1), out)
 

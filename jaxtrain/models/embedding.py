@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.models.placement import (
-    FSDP_AXIS,
-    TENSOR_AXIS,
-    activation_spec,
-    axis_size,
-    spans_devices,
-)
+from jaxtrain.models.placement import FSDP_AXIS, TENSOR_AXIS, activation_spec, axis_size, spans_devices
 
 
 def embed(

@@ -19,11 +19,7 @@ Weights = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def forward(
-    rows_SD: jax.Array,
-    scale_S: jax.Array,
-    weights: Weights,
-    starts_E: jax.Array,
-    counts_E: jax.Array,
+    rows_SD: jax.Array, scale_S: jax.Array, weights: Weights, starts_E: jax.Array, counts_E: jax.Array
 ) -> Weights:
     """Output of each row's expert times scale [S, D], and what the gradient needs: gate and up [S, F].
 

@@ -140,10 +140,7 @@ def build(config: OptimizerConfig, params: Mapping[str, Any]) -> optax.GradientT
             raise ValueError(
                 "optimizer.update: params is None; weight decay needs update(gradients, state, params)"
             )
-        by_method: list[Any] = [
-            muon.update(updates, state.muon),
-            adam.update(float32(updates), state.adamw),
-        ]
+        by_method: list[Any] = [muon.update(updates, state.muon), adam.update(float32(updates), state.adamw)]
         (muon_directions, muon_state), (adam_directions, adam_state) = by_method
         directions: dict[str, Array] = {**muon_directions, **adam_directions}
         result = {}

@@ -66,10 +66,7 @@ def warmup_cosine(*, peak: float, end: float, warmup_tokens: int, end_tokens: in
         cos = math.cos if _is_number(tokens) else jnp.cos
         return end + (peak - end) * 0.5 * (1.0 + cos(math.pi * fraction))
 
-    return _joined(
-        [_line(0.0, peak, 0, warmup_tokens), cosine, _flat(end)],
-        [warmup_tokens, end_tokens],
-    )
+    return _joined([_line(0.0, peak, 0, warmup_tokens), cosine, _flat(end)], [warmup_tokens, end_tokens])
 
 
 def warmup_stable_decay(

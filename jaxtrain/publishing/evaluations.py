@@ -1,4 +1,4 @@
-"""What the trainer tells the fleet through the store: where it is, and which evaluations it wants."""
+"""Messages of the trainer to the fleet through the store: its progress, and requests for evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EvaluationTimeout(ExpectedError):
 
 
 def announce(store: Store, phase: str, progress: Progress, version: int) -> None:
-    """Writes control/state.json; `FINISHED` tells workers and agents to leave."""
+    """Writes control/state.json; workers and agents end at `FINISHED`."""
     if processes.process_index() == 0:
         state = RunState(
             phase=phase,
@@ -50,7 +50,7 @@ class Evaluations:
         self.renew()
 
     def request(self, version: int, *, step: int) -> None:
-        """Asks once for an evaluation of `version`, reached after RL step `step`; again does nothing."""
+        """Requests an evaluation of `version`, reached after RL step `step`; once for each."""
         if processes.process_index() == 0:
             request = EvaluationRequest(
                 id=f"rl-{step:06d}-v{version}",
@@ -61,7 +61,7 @@ class Evaluations:
             self._store.create_json(request.key, request.to_json())
 
     def renew(self) -> None:
-        """Keeps unanswered requests from expiring while the trainer lives."""
+        """Keeps unanswered requests from expiring while the trainer runs."""
         if time.monotonic() - self._renewed < PIN_SECONDS / 10 and self._renewed:
             return
         self._renewed = time.monotonic()
@@ -70,7 +70,7 @@ class Evaluations:
             self._store.put_json(request.key, renewed.to_json())
 
     def wait(self, *, stop: Callable[[], None]) -> None:
-        """Returns when every request is answered. `stop` is called between looks and may raise.
+        """Returns when every request is answered. `stop` is called between polls and may raise.
 
         Raises `EvaluationTimeout` naming the requests; they expire if the run is not started again.
         """
@@ -85,9 +85,8 @@ class Evaluations:
         wait_for(
             look,
             lambda: (
-                f"evaluations {', '.join(each.id for each in self._unanswered())} in {self._store.url}: look "
-                "whether a rollout "
-                "worker runs and its engine serves the version asked for, or raise evaluation.timeout_s"
+                f"evaluations {', '.join(each.id for each in self._unanswered())} in {self._store.url}: see "
+                "that a rollout worker runs and its engine serves the version, or raise evaluation.timeout_s"
             ),
             timeout=self._timeout,
             poll=POLL_SECONDS,

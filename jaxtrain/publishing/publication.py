@@ -1,4 +1,4 @@
-"""When the trainer publishes, and that a restart continues the chain instead of forking it."""
+"""When the trainer publishes. A restart continues the chain instead of forking it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-
 RL = "rl"  # the phase whose steps the policy counts
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version and the optimizer step it is of; step -1 before the first."""
+    """A version and its optimizer step; step -1 before the first."""
 
     version: int
     step: int
@@ -53,10 +52,10 @@ class Published:
 
 @dataclass
 class PublishPolicy:
-    """When a version goes out, by contract 1: none until the head's step is passed, then head + 1.
+    """When a version is published (contract 1): none until the head's step is passed, then head + 1.
 
-    head: as the start found it. last: the version that the trainer's current weights correspond to, published
-        or on its way; while a restart redoes steps, the head's.
+    head: of the chain at the start. last: the version of the trainer's current weights, published or being
+    written; while a restart repeats steps, the head's.
     rl_begins: optimizer step at which RL began.
     """
 
@@ -79,8 +78,8 @@ class PublishPolicy:
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
 
-        At the head's step, checks the redo. While a publication is on its way the next one waits, in place of
-        one that waits already: the trainer goes on.
+        At the head's step, checks the repeated step. While a publication is written, the next one waits and
+        replaces one that waits already; the trainer does not wait.
         """
         self.rl_begins = progress.step - progress.of(RL).steps
         redone = self.head.version and progress.step == self.last.step and self._publication is None
@@ -90,7 +89,7 @@ class PublishPolicy:
             self._publish(state.model, progress, update_rms)
 
     def _check_redo(self, params: dict[str, jax.Array], progress: Progress) -> None:
-        """The head's step was trained again: says whether it gave the same bits."""
+        """Logs whether training the head's step again gave the same bits."""
         try:
             same = self.publisher.verify_head(params)
         except NothingToCompare as nothing:
@@ -126,7 +125,7 @@ class PublishPolicy:
     def metrics(self) -> dict[str, float]:
         """Version of the current weights, counts so far, and sizes of the version committed last, if any."""
         counters = self.publisher.counters
-        values = {
+        values: dict[str, float] = {
             "version": self.version,
             "incarnation": self.publisher.head.incarnation,
             "versions_overtaken": counters["overtaken"],
@@ -148,8 +147,9 @@ class PublishPolicy:
 
 @contextmanager
 def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
-    """Creates or joins the run in the store and takes it over: any earlier trainer of it is fenced from here
-    on. Closes the publisher at the end.
+    """Creates or joins the run in the store and takes it over, which fences any earlier trainer of it.
+
+    Closes the publisher at the end.
     """
     config, hf_config = run.config, run.start.hf_config
     assert isinstance(config, AsyncGrpoConfig)

@@ -1,1 +1,1 @@
-"""One machine, one command: compose trainer, servers and workers as processes, watch them, sum the run up."""
+"""One machine, one command: start trainer, servers and workers, watch them, and summarise the run."""

@@ -1,4 +1,4 @@
-"""One child process: its own session and log, and a life that ends with its parent's."""
+"""One child process with its own session and log, which ends with its parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_bridge import lifetime
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """What to start. `cores`: CPU indices it may use, empty for all. `environment` is added to ours."""
+    """What to start. `cores`: CPU indices it may use, empty for all. `environment`: added to the parent's."""
 
     name: str
     argv: Sequence[str]
@@ -24,7 +24,7 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class Child:
-    """A started process, its log, and what it was asked to be."""
+    """A started process, its spec and its log."""
 
     spec: ChildSpec
     process: subprocess.Popen[bytes]
@@ -36,7 +36,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it. Does not reap: the id stays its own."""
+        """None while it runs; negative: the signal that ended it. Does not reap it: its id stays reserved."""
         if self.process.returncode is not None:
             return self.process.returncode
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -49,7 +49,7 @@ class Child:
         return self.exit_code is None
 
     def reap(self) -> None:
-        """SIGKILL whatever is left of the process and those it started, then collect its exit status.
+        """Sends SIGKILL to what is left of the process and those it started, then collects its exit status.
 
         Until collected its id cannot be given to another process, so the signal reaches no other group.
         """
@@ -70,8 +70,8 @@ class Child:
 def start(spec: ChildSpec, *, logs: Path) -> Child:
     """Start `spec` with stdout and stderr appended to logs/<name>.log.
 
-    The child leads a session of its own, so that Ctrl-C in a terminal reaches only us, and gets SIGTERM from
-    the kernel when we die, however we die.
+    The child leads its own session, so that Ctrl-C in a terminal reaches only its parent. The kernel sends it
+    SIGTERM when the parent ends, for any reason.
     """
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{spec.name}.log"

@@ -1,4 +1,4 @@
-"""Which processes a run on one machine is made of: ordinary commands that anyone could start by hand."""
+"""The processes of a run on one machine: ordinary commands that can be started by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_bridge.lifetime import GRACE, PARENT
 
 
 def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:
-    """The trainer first: its end is the run's. Then a server if the engine is one, then the workers."""
+    """The trainer first: the run ends with it. Then a server if the engine is vLLM, then the workers."""
     cores = available_cores()
     trainer_cores = fleet_cores = cores
     if config.processes.pin_cores:
@@ -23,15 +23,7 @@ def compose(config: AsyncGrpoConfig, run_dir: Path) -> list[ChildSpec]:
     def command(name: str, verb: str, *arguments: str, on: tuple[int, ...]) -> ChildSpec:
         return ChildSpec(
             name=name,
-            argv=(
-                sys.executable,
-                "-m",
-                "jaxtrain",
-                verb,
-                "--config",
-                str(run_dir / SAVED),
-                *arguments,
-            ),
+            argv=(sys.executable, "-m", "jaxtrain", verb, "--config", str(run_dir / SAVED), *arguments),
             environment={
                 PARENT: str(os.getpid()),
                 GRACE: str(config.processes.stop_timeout_s),

@@ -18,7 +18,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True)
     loss, reward, lag, delta = axes.flat
-    # The surrogate of RL hovers about zero whatever is learnt: only the warm start's loss says something.
+    # The RL loss stays near zero whatever is learnt, so only the warm start's loss is drawn.
     _plot(loss, [row for row in rows if row["phase"] == "warm_start"], "loss", label="next token")
     _plot(reward, rows, "reward_mean", label="of trained groups")
     _plot(lag, rows, "lag_mean", label="mean")
@@ -43,14 +43,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _plot(
-    axis: Any,
-    rows: Sequence[dict[str, Any]],
-    key: str,
-    *,
-    label: str,
-    scale: float = 1.0,
-) -> None:
+def _plot(axis: Any, rows: Sequence[dict[str, Any]], key: str, *, label: str, scale: float = 1.0) -> None:
     points = [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 60 else None)

@@ -1,4 +1,4 @@
-"""The main job: own the run, compose its processes, watch them, sum it up."""
+"""The main job: lock the run, start its processes, watch them, summarise it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG_LINES = 15
 
 
 def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
-    """Bring the run to its end. Returns the exit status: 0 finished, 1 failed, 128 + signal when stopped.
+    """Runs to the end. Returns the exit status: 0 finished, 1 failed, 128 + signal when stopped.
 
     Raises `ConfigError` (the run was started with other settings), `StoreError`, `TakeoverError`.
     """
@@ -38,7 +38,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
     check_run(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     store = Store.open(config.store_url)
-    run_dir = claim_run(config)  # after the store has opened: a run is not bound to one that cannot be
+    run_dir = claim_run(config)  # after the store has opened: a wrong store binds no run
     with owned(run_dir, stop_timeout_s=config.processes.stop_timeout_s) as stopped:
         if stopped:
             console.print(f"Stopped what an earlier invocation left running: {', '.join(stopped)}.")
@@ -47,7 +47,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
             print_summary(write_report(config, store), run_dir, console)
             return 0
         if (state := read_state(store)) is not None and state.finished:
-            store.put_json(state.key, state.to_json() | {"phase": "rl"})  # more steps: all are to stay
+            store.put_json(state.key, state.to_json() | {"phase": "rl"})  # more steps: none may end
         console.print(
             f"Run {config.name!r} in {run_dir}; logs in {run_dir / 'logs'}. Ctrl-C stops it, to be resumed."
         )

@@ -1,7 +1,7 @@
 """Which cores each process of a run may use.
 
 On a small machine an unpinned trainer and engine start a thread a core each and preempt each other in every
-matrix product; on disjoint cores each has what it counts on.
+matrix product; on disjoint cores they do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run stands, read from its metrics file alone: the trainer is never asked."""
+"""The progress of a run, read from its metrics file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.training.metrics import FILENAME, read_metrics
 
 RECENT = 10  # rows that rates and times are averaged over
-AFTER = {"warm_start": "first_rollouts", "rl": "done"}  # what goes on once the steps of a phase are taken
+AFTER = {"warm_start": "first_rollouts", "rl": "done"}  # the phase shown after the last step of a phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """One moment of a run. None where nothing is known yet.
+class RunProgress:
+    """The progress of a run at one moment. None: not known yet.
 
     phase: "starting", "warm_start", "first_rollouts", "rl", "done", "resuming". step, steps: of the phase.
     delta_bytes, reference_bytes: of the last delta, full versions left out; tokens_per_s: trained, recent.
@@ -37,10 +37,10 @@ class Progress:
     seconds_left: float | None = None
 
 
-def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> Progress:
-    """Where the run stands after `rows` of its metrics."""
+def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> RunProgress:
+    """The progress after `rows` of the run's metrics."""
     if not rows:
-        return Progress()
+        return RunProgress()
     phase = rows[-1]["phase"]
     steps = {"warm_start": config.warm_start.steps, "rl": config.rl.steps}[phase]
     of_phase = [row for row in rows if row["phase"] == phase]
@@ -49,7 +49,7 @@ def progress(rows: list[dict[str, Any]], config: AsyncGrpoConfig) -> Progress:
     tokens = sum(row.get("tokens") or 0 for row in recent)
     published = next((row for row in reversed(of_phase) if row.get("delta_reference_bytes")), {})
     last = rows[-1]
-    return Progress(
+    return RunProgress(
         phase=AFTER[phase] if len(of_phase) >= steps else phase,
         step=len(of_phase),
         steps=steps,
@@ -80,9 +80,9 @@ class ProgressReader:
         self._config = config
         self._since = since
         self._size = 0
-        self._last = Progress()
+        self._last = RunProgress()
 
-    def read(self) -> Progress:
+    def read(self) -> RunProgress:
         size = self._file.stat().st_size if self._file.exists() else 0
         if size != self._size:
             self._size = size

@@ -1,4 +1,4 @@
-"""Write summary.json and curves.png, and show the summary to a person."""
+"""Writes summary.json and curves.png, and prints the summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_report(config: AsyncGrpoConfig, store: Store) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
-    """A table of what matters; the rest is in the file it names."""
+    """A table of the main values, and the files with all of them."""
     table = Table("", "", title=f"Run {summary['name']}", title_justify="left", show_header=False)
     for label, value in summary_lines(summary):
         table.add_row(label, value)
@@ -37,7 +37,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> N
 
 
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value), in the order of the story: did it learn, what travelled, what became of the data."""
+    """(label, value) of each row: learning, weight transfer, trajectories, speed."""
     counts = summary["trajectories"]
     dropped = ", ".join(f"{number} {reason}" for reason, number in counts["dropped"].items()) or "none"
     return [

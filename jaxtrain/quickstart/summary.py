@@ -1,4 +1,4 @@
-"""What a run came to, computed from its store and its metrics; nothing is taken from memory.
+"""The summary of a run, computed only from its store and its metrics.
 
 Where each number is from:
     reward_before, reward_after     evaluations/*/result.json at the lowest and the highest version evaluated
@@ -42,7 +42,7 @@ def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def finished(config: AsyncGrpoConfig, store: Store) -> bool:
-    """The trainer has said so, after as many RL steps as the config asks for."""
+    """Whether the trainer has announced the end, after as many RL steps as the config asks for."""
     state = read_state(store)
     steps = sum(row["phase"] == "rl" for row in metric_rows(config.run_dir))
     return state is not None and state.finished and steps >= config.rl.steps
@@ -118,9 +118,8 @@ def _agents(store: Store) -> dict[str, Any]:
 
 def _trajectories(store: Store, rl: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = count(store)
-    span = sum(_values(rl, "step_seconds")) + sum(
-        _values(rl, "wait_seconds")
-    )  # pauses between starts excluded
+    # Pauses between starts are left out.
+    span = sum(_values(rl, "step_seconds")) + sum(_values(rl, "wait_seconds"))
     return {
         "trajectories": {
             "written": counts.written,

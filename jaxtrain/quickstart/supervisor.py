@@ -1,4 +1,4 @@
-"""Start the children of a run, watch them, and stop them all when one fails or someone asks.
+"""Start the children of a run, watch them, and stop them all when one fails or a signal arrives.
 
 Invariant: processes.json names every child that may be alive. It is written before the next child starts, and
 by the holder of the run's lock only.
@@ -28,7 +28,7 @@ POLL_S = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the children ended. `failed`: the first that did; `interrupted`: the signal that stopped us."""
+    """How the children ended. `failed`: the first that did; `interrupted`: the signal that ended it."""
 
     failed: Child | None = None
     interrupted: signal.Signals | None = None
@@ -45,9 +45,9 @@ def supervise(
     stop_timeout_s: float,
     on_tick: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Run `specs` until the first of them, the one that decides, exits; then stop the rest.
+    """Runs `specs` until the first of them exits; then stops the rest.
 
-    Its exit with status 0 is the end; the others then have `stop_timeout_s` to leave by themselves. A status
+    After its exit with status 0 the others have `stop_timeout_s` to end by themselves. A status
     other than 0, of any child, is a failure. SIGINT and SIGTERM stop everything, a second one at once.
     """
     asked: list[signal.Signals] = []

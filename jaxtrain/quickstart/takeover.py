@@ -1,7 +1,7 @@
-"""At most one supervisor a run: whoever comes last stops what the one before started, then owns the run.
+"""At most one supervisor a run: a new one stops the processes of the one before, then owns the run.
 
-The lock is the kernel's (flock), so it cannot outlive its holder. Children that outlived theirs are known by
-process id *and* command line: another process with a recycled id is left alone.
+The lock is the kernel's (flock), so it ends with its holder. Children that are left over are identified by
+process id *and* command line, so another process with a reused id is not touched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TakeoverError(ExpectedError):
 
 @contextmanager
 def owned(run_dir: Path, *, stop_timeout_s: float) -> Iterator[list[str]]:
-    """Hold the run. Yields the names of what had to be stopped first.
+    """Locks the run. Yields the names of the processes that were stopped first.
 
     Raises `TakeoverError` if the holder survives SIGTERM for twice `stop_timeout_s` and then SIGKILL.
     """

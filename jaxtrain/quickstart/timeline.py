@@ -1,4 +1,4 @@
-"""How long a run has run: one line for each invocation, so that the pauses between them do not count."""
+"""The running time of a run: one line for each invocation, so that the pauses between them do not count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMELINE = "invocations.jsonl"
 
 @contextmanager
 def recorded(run_dir: Path) -> Iterator[None]:
-    """Append {start, end} (unix seconds) once the body is over, however it ends short of a kill."""
+    """Append {start, end} (unix seconds) when the body ends, also by an exception."""
     start = time.time()
     try:
         yield

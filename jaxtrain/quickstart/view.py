@@ -1,4 +1,4 @@
-"""The live view: a panel that redraws itself on a terminal, a line a step anywhere else."""
+"""The live view: a panel on a terminal, else a line a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.quickstart.progress import Progress
+from jaxtrain.quickstart.progress import RunProgress
 
 PHASES = {
     "starting": "starting: compiling, building the tokenizer",
@@ -27,9 +27,13 @@ LINE_EVERY_S = 5.0
 
 
 @contextmanager
-def live_view(read: Callable[[], Progress], *, name: str, console: Console) -> Iterator[Callable[[], None]]:
-    """Yields what to call every moment. Redraws in place on a terminal; elsewhere prints a line when the step
-    changes, at most one every few seconds, and always at a change of phase.
+def live_view(
+    read: Callable[[], RunProgress], *, name: str, console: Console
+) -> Iterator[Callable[[], None]]:
+    """Yields a function to call at short intervals.
+
+    On a terminal it redraws the panel. Elsewhere it prints a line when the step changes, at most one every
+    few seconds, and at every change of phase.
     """
     started = time.monotonic()
     if not console.is_terminal:
@@ -39,8 +43,8 @@ def live_view(read: Callable[[], Progress], *, name: str, console: Console) -> I
         yield lambda: live.update(panel(read(), name=name, elapsed_s=time.monotonic() - started))
 
 
-def _line_printer(read: Callable[[], Progress], console: Console, started: float) -> Callable[[], None]:
-    shown = Progress(phase="")
+def _line_printer(read: Callable[[], RunProgress], console: Console, started: float) -> Callable[[], None]:
+    shown = RunProgress(phase="")
     shown_at = float("-inf")
 
     def tick() -> None:
@@ -53,7 +57,7 @@ def _line_printer(read: Callable[[], Progress], console: Console, started: float
     return tick
 
 
-def line(now: Progress, *, elapsed_s: float) -> str:
+def line(now: RunProgress, *, elapsed_s: float) -> str:
     """`[1:05] rl 12/40  reward 0.61  lag 1.2 (max 3)  ...`, only what is known."""
     head = f"[{clock(elapsed_s)}] {PHASES[now.phase]}"
     if now.steps:
@@ -61,7 +65,7 @@ def line(now: Progress, *, elapsed_s: float) -> str:
     return "  ".join([head, *(f"{label} {value}" for label, value in facts(now))])
 
 
-def facts(now: Progress) -> list[tuple[str, str]]:
+def facts(now: RunProgress) -> list[tuple[str, str]]:
     """(label, value) of everything known, in the order shown."""
     found: list[tuple[str, str]] = []
     if now.loss is not None:
@@ -82,7 +86,7 @@ def facts(now: Progress) -> list[tuple[str, str]]:
     return found
 
 
-def panel(now: Progress, *, name: str, elapsed_s: float) -> Panel:
+def panel(now: RunProgress, *, name: str, elapsed_s: float) -> Panel:
     """The same facts, with a bar of the phase."""
     table = Table.grid(padding=(0, 2))
     for label, value in [("elapsed", clock(elapsed_s)), *facts(now)]:

@@ -1,7 +1,7 @@
-"""Asynchronous GRPO: a warm start, then policy-gradient steps on whatever the rollout fleet has sent.
+"""Asynchronous GRPO: a warm start, then policy-gradient steps on trajectories of the rollout fleet.
 
 Trainer and fleet meet only in the store. Every step trains on a plan written before it (contract 4), and
-every version follows the last one in the chain (contract 1), so a restart redoes what the plans say.
+every version follows the last one in the chain (contract 1), so a restart repeats the planned steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_bridge.store import Store
 def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int | None = None) -> None:
     """Trains until `rl.steps` are done and both evaluations are answered; run again to resume.
 
-    discard_plans_after_step: forget the plans of later RL steps, the way out of a plan that cannot be
+    discard_plans_after_step: delete the plans of later RL steps, to recover from a plan that cannot be
     trained.
     """
     store = Store.open(config.store_url)
@@ -50,7 +50,7 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
             evaluations.request(policy.version, step=0)
         rl = reinforcement(opened, store, policy, evaluations)
         state, progress = run_phase(opened, state, progress, rl)
-        opened.save(state, progress, force=True)  # the last version is what an export is of
+        opened.save(state, progress, force=True)  # an export then has the last version
 
         evaluations.request(policy.finish(state, progress), step=progress.of("rl").steps)
         evaluations.wait(stop=lambda: opened.stop_if_asked(state, progress))

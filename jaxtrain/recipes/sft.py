@@ -16,7 +16,7 @@ from jaxtrain.training.run import Run, open_run
 
 
 def run(config: SftConfig, run_dir: Path) -> None:
-    """Trains, checkpointing as it goes; run again to resume."""
+    """Trains with checkpoints; run again to resume."""
     with open_run(config, run_dir) as opened:
         state, progress = opened.restore_or_initialize()
         state, progress = run_phase(opened, state, progress, supervised(opened, "sft", config.sft))

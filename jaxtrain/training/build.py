@@ -1,7 +1,6 @@
-"""From numbers to what trains: a model, its optimizer, where both lie, and the programs of a loss.
+"""Builds what trains: a model, its optimizer, the placement of both, and the programs of a loss.
 
-Pure: nothing is read, allocated or compiled here, so that commands, benchmarks and planners may build for
-devices that are not there.
+Pure: nothing is read, allocated or compiled here, so commands and benchmarks can build for absent devices.
 """
 
 from __future__ import annotations
@@ -94,11 +93,12 @@ def trainable(
     qk_clip: float | None = None,
     further: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> Trainable:
-    """What trains `model` on `mesh`. Parameters that the optimizer freezes have no gradient and no state.
+    """`model` with its optimizer on `mesh`. Frozen parameters have no gradient and no state.
 
     clip_norm: largest global gradient norm. qk_clip: largest attention logit, None for no clip. further:
     parameters of further models that losses read, such as a reference, as prefix/path with the model's paths.
-    Raises `sharding.ShardingError` for what does not divide, `ValueError` for an override that names nothing.
+    Raises `sharding.ShardingError` for sizes that do not divide, `ValueError` for an override that matches
+    nothing.
     """
     definition = define(replace(model, measure_max_logits=qk_clip is not None))
     shapes = sharded_shapes(definition, mesh)
@@ -137,7 +137,7 @@ def mesh_of(section: MeshSection) -> Mesh:
 
 
 def clip_of(model: ModelConfig, threshold: float) -> QkClip:
-    """The clip of the model's stacks of layers, dense before MoE as its logits come."""
+    """The clip of the model's stacks of layers, dense before MoE as in its logits."""
     layers = {"dense": model.first_k_dense_replace, "moe": model.num_moe_layers}
     return QkClip(
         threshold=threshold,

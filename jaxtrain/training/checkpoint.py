@@ -20,7 +20,7 @@ ARRAYS, JSON = "arrays", "json"
 
 
 class CheckpointError(ExpectedError):
-    """A checkpoint is missing, unreadable, or not of the state it should become."""
+    """A checkpoint is missing, unreadable, or of another state than expected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Checkpointer:
     def save(self, step: int, arrays: Any, data: Mapping[str, Any], *, force: bool = False) -> bool:
         """Starts a checkpoint and returns once the arrays are copied to the host: they may be donated then.
 
-        It waits for the save before it, if that is still being written. An exception of that one is raised
-        here.
+        It waits for the previous save, if that is still being written, and raises its exception.
 
         Args:
           step: optimizer steps done.
@@ -83,8 +82,8 @@ class Checkpointer:
           force: take a step that is no multiple of the interval.
 
         Returns:
-          Whether a checkpoint was started: not between multiples of the interval, nor for a step that is
-          there already.
+          Whether a checkpoint was started: False between multiples of the interval, and for a step that is
+          already saved.
 
         Raises:
           CheckpointError: a later step is there already, or leaves that cannot be stored.

@@ -1,4 +1,4 @@
-"""Some arrays of a finished checkpoint, for programs that only read: export, or another run's start."""
+"""Some arrays of a finished checkpoint, for programs that only read: exports, and runs that start from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointReader:
             wanted = "a finished checkpoint" if step is None else f"step {step}"
             raise CheckpointError(f"{self.directory}: found steps {steps}, expected {wanted}")
         self.step = steps[-1] if step is None else step
-        self._where = self.directory / str(self.step)
+        self._where: Any = self.directory / str(self.step)  # Orbax's annotations want etils paths
         try:
             item = ocp.JsonCheckpointHandler().restore(self._where / JSON)
             self._digests: dict[str, int] = item["digests"]

@@ -1,4 +1,4 @@
-"""How many programs jax has compiled in this thread: a training loop that has settled compiles nothing."""
+"""How many programs jax has compiled in this thread; after its first steps a training loop compiles none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _count = threading.local()
 def compilations() -> int:
     """Programs compiled so far for the calling thread, single operations outside jit included.
 
-    Other threads are left out: publishing and checkpointing compile programs of their own.
+    Other threads are not counted: publishing and checkpointing compile their own programs.
     """
     return getattr(_count, "value", 0)
 
 
-def _on_event(event: str, _duration: float, **_: Any) -> None:
+def _on_event(event: str, duration_secs: float, **_: Any) -> None:
     if event == _EVENT:
         _count.value = compilations() + 1
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, UInt32
 def digests(leaves: Mapping[str, Any]) -> dict[str, int]:
     """Returns a 32-bit digest of each array: the sum modulo 2^32 of a mix of index and bits of every element.
 
-    A sum does not depend on how an array is cut, and one changed element always changes it. It finds damage,
-    not forgery. Every process calls it, with all the leaves.
+    The sum does not depend on how an array is sharded, and one changed element always changes it. It finds
+    damage, not forgery. Every process calls it, with all the leaves.
     """
     by_devices: dict[Any, dict[str, Any]] = {}
     for path, leaf in leaves.items():

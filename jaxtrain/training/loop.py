@@ -20,9 +20,9 @@ from jaxtrain.training.throughput import peak, throughput
 
 
 def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> tuple[TrainState, Progress]:
-    """Steps until the phase's are done; goes on from `progress`. The old state is donated.
+    """Runs the phase's remaining steps after `progress`. The old state is donated.
 
-    Raises `Stopped` after a checkpoint when a signal came, `TooManyNonFinite`, and what the data raises.
+    Raises `Stopped` after a signal and a checkpoint, `TooManyNonFinite`, and errors of the data.
     """
     record, steps = progress.of(phase.name), phase.section.steps
     if record.steps >= steps:
@@ -95,8 +95,9 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
 
 @dataclass
 class _Staged:
-    """The programs of one stage. recompilations: programs compiled by steps after the first; more than 0 says
-    that something changed a shape, a dtype or a sharding.
+    """The programs of one stage.
+
+    recompilations: programs compiled by steps after the first; above 0, a shape, dtype or sharding changed.
     """
 
     stage: Stage

@@ -1,4 +1,4 @@
-"""Metrics on disk: JSON lines to read back, TensorBoard events to look at."""
+"""Metrics on disk: JSON lines to read back, TensorBoard events to view."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class MetricsWriter:
     """Appends rows to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
 
     Rows are never rewritten: after a restart from step k the rows of later steps are written again, and
-    `read_metrics` keeps the newer ones. A row is flushed before `write` returns, so a crash tears the last
-    line at worst.
+    `read_metrics` keeps the newer ones. A row is flushed before `write` returns, so a crash can only cut
+    the last line.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, *, restored_step: int | None = None) -> None:
@@ -118,7 +118,7 @@ def read_metrics(path: str | os.PathLike[str], *, phase: str | None = None) -> l
       path: of metrics.jsonl, or of the directory that holds it.
 
     Raises:
-      ValueError: a line that is not a JSON object; a last line without its newline is torn, and left out.
+      ValueError: a line that is not a JSON object. A last line without its newline is incomplete and skipped.
     """
     file = Path(path) / FILENAME if Path(path).is_dir() else Path(path)
     newest: dict[tuple[str, int], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a run against its batch size, as a picture: does the ramp pay?"""
+"""The gradient noise scale of a run against its batch size, as a picture."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ PICTURE = "noise_scale.png"
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """Of one phase, a point a measured step: tokens seen in all phases, tokens with loss in its batch, and
-    the smoothed noise scale in the same unit, None where it has no value yet.
+    """One phase, a point a measured step.
+
+    tokens_seen: in all phases. batch: tokens with loss. scale: smoothed noise scale in the same unit, None
+    where it has no value yet.
     """
 
     phase: str
@@ -26,9 +28,7 @@ class NoiseCurve:
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> list[NoiseCurve]:
-    """Curves of the phases that measured their noise, in order. The estimate is per token with loss, and so
-    is the batch it is compared with.
-    """
+    """Curves of the phases that measured their noise, in order. Estimate and batch count tokens with loss."""
     found = []
     for phase in dict.fromkeys(row["phase"] for row in rows):
         measured = [row for row in rows if row["phase"] == phase and row.get("noise_trace") is not None]

@@ -1,8 +1,9 @@
 """What a phase is: its data, its loss, and what it trains with as functions of the tokens it has seen.
 
 Scheduled values, batch size and stage are evaluated on the host before a step, so they are exact at every
-boundary, and a resumed run takes the values that an uninterrupted one takes. No program is compiled again for
-them; but a stage has programs of its own, because its shapes and its rotary base are constants of them.
+boundary, and a resumed run uses the values of an uninterrupted one. They are arguments of the programs and
+compile nothing. Each stage has its own programs, because its shapes and its rotary base are constants in
+them.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Supervised, preference and RL phases differ in these and in nothing else (contract 6).
+    """All that differs between supervised, preference and RL phases (contract 6).
 
     name: in the progress and the metrics. batches: opens the data. columns: of its batches besides the
     standard ones. filled: names of the columns that the data has. stages: ascending, the first from 0 tokens.
-    before: phases that come later; once one has begun, this one cannot go on. before_step: called with the
-    progress before each step. after_step: called after it, with the step's values; what it returns goes into
+    before: later phases; once one of them has begun, this one cannot continue. before_step: called with the
+    progress before each step. after_step: called after it, with the step's values; its result is added to
     the metrics.
 
     Raises `ConfigError` for a column that the data does not fill.
@@ -79,12 +80,12 @@ class Phase:
             raise ConfigError(
                 [
                     f"{self.name}.loss: reads {', '.join(missing)}, which this phase's data does not have "
-                    f"(it has {', '.join(sorted(self.filled)) or 'no further columns'}); name another loss"
+                    f"(it has {', '.join(sorted(self.filled)) or 'no other columns'}); name another loss"
                 ]
             )
 
     def shape_at(self, tokens: int) -> BatchShape:
-        """Of the batch that follows `tokens` tokens of the phase."""
+        """Shape of the batch after `tokens` tokens of the phase."""
         stage = stage_at(self.stages, tokens)
         ramp = batch_ramp(self.section.batch, microbatch_tokens=stage.microbatch_tokens)
         return BatchShape(ramp.microbatches(tokens), stage.rows, stage.sequence_length)
@@ -105,7 +106,7 @@ def scheduled_values(phase: PhaseSection) -> Callable[[int], ScheduledValues]:
 
 
 def learning_rate(section: Schedule) -> schedules.Schedule:
-    """The schedule of tokens seen in its phase."""
+    """The schedule, a function of tokens seen in its phase."""
     return schedules.named(
         section.kind,
         peak=section.peak,

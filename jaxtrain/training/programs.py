@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,15 +21,7 @@ from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.compilations import compilations
 from jaxtrain.training.phase import ScheduledValues
 from jaxtrain.training.state import StatePlacement, TrainState
-from jaxtrain.training.step import (
-    LossScales,
-    StepInputs,
-    StepMetrics,
-    Sums,
-    accumulate,
-    apply,
-    zero_sums,
-)
+from jaxtrain.training.step import LossScales, StepInputs, StepMetrics, Sums, accumulate, apply, zero_sums
 from sharding.tree import shard
 
 
@@ -50,9 +43,8 @@ class Programs:
 class StepReport:
     """One step as numbers on the host.
 
-    values: those of `host_values`.
-    seconds: wall time, device work included. compilations: programs compiled in it, those of operations
-    outside jit included; 0 from the second step of its programs on.
+    values: those of `host_values`. seconds: wall time, device work included. compilations: programs compiled
+    in it, operations outside jit included; 0 from the second step of its programs on.
     """
 
     values: dict[str, float]
@@ -68,16 +60,16 @@ def sums_shardings(
     measure_noise: bool = False,
     measure_logits: bool = False,
 ) -> Sums:
-    """Where sums live: gradients as the parameters, the rest everywhere."""
-    everywhere = placement.replicated
+    """Shardings of `Sums`: gradients as the parameters, the rest replicated."""
+    everywhere: Any = placement.replicated  # a tree of shardings has the class of the tree of arrays
     return Sums(
         gradients=placement.state.params,
-        loss=placement.replicated,
-        weight=placement.replicated,
-        balance=placement.replicated,
-        tokens=placement.replicated,
-        expert_counts=placement.replicated,
-        metrics={name: placement.replicated for name in metric_names},
+        loss=everywhere,
+        weight=everywhere,
+        balance=everywhere,
+        tokens=everywhere,
+        expert_counts=everywhere,
+        metrics={name: everywhere for name in metric_names},
         noise=NoiseSums(square_norms=everywhere, square_weights=everywhere) if measure_noise else None,
         max_logits=everywhere if measure_logits else None,
     )
@@ -123,7 +115,8 @@ def compile_programs(
     gradients a microbatch.
     """
     placed = definition.on(placement.mesh) if isinstance(placement.mesh, Mesh) else definition
-    found = jax.eval_shape(partial(loss, placed), abstract.model, Batch(dict(microbatch)))
+    shapes: dict[str, Any] = dict(microbatch)  # for a shape evaluation, in place of the columns
+    found = jax.eval_shape(partial(loss, placed), abstract.model, Batch(shapes))
     sums = sums_shardings(
         placement,
         tuple(found.metrics),
@@ -144,11 +137,7 @@ def compile_programs(
 
 
 def train_step(
-    programs: Programs,
-    placement: StatePlacement,
-    state: TrainState,
-    batch: Batch,
-    values: ScheduledValues,
+    programs: Programs, placement: StatePlacement, state: TrainState, batch: Batch, values: ScheduledValues
 ) -> tuple[TrainState, StepReport]:
     """One optimizer step on a whole batch; the old state is donated.
 
@@ -164,13 +153,12 @@ def train_step(
     for microbatch in batch.microbatches():
         sums = programs.accumulate(state, sums, shard(microbatch, placement.rows), scales)
     inputs = StepInputs(
-        learning_rate=np.float32(values.learning_rate),
-        router_bias_rate=np.float32(values.router_bias_rate),
+        learning_rate=np.float32(values.learning_rate), router_bias_rate=np.float32(values.router_bias_rate)
     )
     state, metrics = programs.apply(state, replace(sums, metrics={}, noise=None), inputs)
-    values, finite = host_values(metrics, sums, tokens=tokens)
+    numbers, finite = host_values(metrics, sums, tokens=tokens)
     return state, StepReport(
-        values=values,
+        values=numbers,
         finite=finite,
         seconds=time.perf_counter() - started,
         compilations=compilations() - compiled,

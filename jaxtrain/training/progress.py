@@ -9,8 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseProgress:
-    """steps: optimizer steps done. tokens: valid tokens trained on, which the phase's schedules are functions
-    of. source: state of the data after them, JSON; empty before the first step.
+    """Progress of one phase.
+
+    steps: optimizer steps done. tokens: valid tokens trained on; the phase's schedules are functions of them.
+    source: state of the data after them, JSON; empty before the first step.
     """
 
     steps: int = 0
@@ -20,7 +22,7 @@ class PhaseProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """step: optimizer steps of all phases. nonfinite: steps skipped. phases: by name, those that began."""
+    """step: optimizer steps of all phases. nonfinite: steps skipped. phases: those that began, by name."""
 
     step: int = 0
     nonfinite: int = 0

@@ -53,11 +53,9 @@ class Run:
 
     @property
     def tools(self) -> SourceTools:
-        """For data sources. An environment is opened only by a source that asks for it."""
+        """For data sources. The environment is opened only if a source opens it."""
         return SourceTools(
-            self.start.tokenizer,
-            self.config.seed,
-            lambda **options: open_environment(self.config, **options),
+            self.start.tokenizer, self.config.seed, lambda **options: open_environment(self.config, **options)
         )
 
     def restore_or_initialize(self) -> tuple[TrainState, Progress]:
@@ -75,7 +73,7 @@ class Run:
         return restored.arrays, Progress.from_json(restored.data)
 
     def save(self, state: TrainState, progress: Progress, *, force: bool = False) -> None:
-        """A checkpoint if the interval says so. force: in any case."""
+        """Saves a checkpoint if one is due by the interval. force: in any case."""
         self.checkpoints.save(progress.step, state, progress.to_json(), force=force)
 
     def agree_to_stop(self) -> bool:

@@ -1,4 +1,4 @@
-"""A directory of ours with a model in it: writing one from a Hugging Face directory, and reading one back."""
+"""A model in a jaxtrain directory (see `huggingface.layout`): import, export, and reading it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from jaxtrain.huggingface.export import SHARD_BYTES, ExportFormat, export
+from jaxtrain.huggingface.export import SHARD_BYTES, export
 from jaxtrain.huggingface.layout import (
     CHECKPOINTS,
     TOKENIZER,
+    ExportFormat,
     check_destination,
     companions_directory,
     copy_companions,
@@ -41,7 +42,7 @@ Parameters = dict[str, jax.Array]
 class SavedModel:
     """A model in a directory of either kind, opened and checked but not read.
 
-    source: where it is. Exactly one of `published` (Hugging Face) and `reader` (a directory of ours) is set.
+    source: where it is. Exactly one of `published` (Hugging Face) and `reader` (jaxtrain) is set.
     """
 
     source: Path
@@ -70,7 +71,7 @@ def open_model(directory: Path, step: int | None = None, *, architecture: str | 
 
     architecture: see `layout.read_config`.
 
-    Raises `HuggingFaceError` or `CheckpointError` with everything that is wrong, before memory is taken.
+    Raises `HuggingFaceError` or `CheckpointError` with every problem, before memory is allocated.
     """
     if is_hugging_face(directory):
         published = open_checkpoint(directory, architecture)
@@ -94,10 +95,10 @@ def parameter_source(
 
 
 def import_model(source: Path, destination: Path, mesh: Mesh, *, architecture: str | None = None) -> Path:
-    """Writes a directory of ours from a Hugging Face one, through the devices of `mesh`, and returns it.
+    """Writes a jaxtrain directory from a Hugging Face one, through the devices of `mesh`, and returns it.
 
-    A directory that cannot be imported or written is refused before memory is taken. A failure leaves nothing
-    behind. All processes of the mesh call it.
+    Raises errors of either directory before memory is allocated. A failure leaves nothing behind. All
+    processes of the mesh call it.
     """
     checkpoint = open_checkpoint(source, architecture)
     definition = define(ModelConfig.from_hf(checkpoint.hf_config))

@@ -1,4 +1,4 @@
-"""What a run starts from: its tokenizer, its config.json, and weights if some are given."""
+"""What a run starts from: its tokenizer, its config.json, and given weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Texts = Callable[[], Iterable[str]]
 
 @dataclass(frozen=True)
 class Start:
-    """tokenizer_dir: where the tokenizer's files are. hf_config: config.json of the run. weights: that a new
-    run begins with, None for random ones or where a checkpoint is there already.
+    """tokenizer_dir: where the tokenizer's files are. hf_config: config.json of the run.
+
+    weights: those that a new run begins with; None for random ones, and where the run has a checkpoint.
     """
 
     tokenizer: Any
@@ -36,8 +37,8 @@ class Start:
 def open_start(config: ExperimentConfig, run_dir: Path, *, resumed: bool, texts: Texts | None) -> Start:
     """Opens and checks everything; reads no weights. All processes call it.
 
-    resumed: whether a checkpoint is there. What the run began with is in its directory then: the directory of
-    the given weights may be gone. texts: what a tokenizer is built from where none is given.
+    resumed: whether the run has a checkpoint. Its directory then holds what it began with, and the directory
+    of the given weights may be gone. texts: what a tokenizer is built from where none is given.
     """
     given = Path(config.model.checkpoint) if config.model.checkpoint is not None else None
     if given is not None and resumed:
@@ -56,8 +57,8 @@ def hf_config_of(
 ) -> dict[str, Any]:
     """config.json of the run: the model section's, the vocabulary, and the special tokens' ids.
 
-    given, directory: config.json of given weights and where it is. Their special tokens, of which several may
-    end an answer, count before the tokenizer's; those of generation_config.json before config.json's.
+    given, directory: config.json of given weights and where it is. Their special tokens, several of which may
+    end an answer, take precedence over the tokenizer's; those of generation_config.json before config.json's.
     """
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if given is not None and directory is not None:

@@ -1,8 +1,8 @@
 """The training state: a partition of all parameters into trained, frozen, and buffers.
 
 Only trained parameters have gradients, sums and optimizer state. A frozen parameter may be a part of the
-model, or a further model under a prefix of its own (a reference, a teacher): losses get all of them in one
-mapping from path to array.
+model, or another model under its own prefix (a reference, a teacher). Losses read all of them from one
+mapping of path to array.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Arrays = dict[str, Any]  # of arrays, or of their shapes or shardings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """params: trained float32 masters by path. frozen: parameters that no step changes. buffers: without
-    gradient, changed by rules of their own. optimizer: the state of the trained.
+    """params: trained float32 masters by path. frozen: parameters that no step changes.
+
+    buffers: without gradient, changed by their own rules. optimizer: state of the trained parameters.
     """
 
     params: Arrays
@@ -42,7 +43,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where everything lives on the mesh; `state` holds a NamedSharding for each array."""
+    """Shardings on the mesh; `state` holds a NamedSharding for each array."""
 
     mesh: Mesh | AbstractMesh
     state: TrainState

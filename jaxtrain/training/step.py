@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ class Sums:
     """What `accumulate` adds up over a batch; float32.
 
     tokens: valid tokens, loss or not: a denominator, inexact above 2**24. `Batch.valid_tokens` is exact.
-    noise: None unless the gradient noise scale is measured, and then costs nothing. max_logits: the largest
-    of each head of each layer, not a sum; None, and without cost, unless the model measures them.
+    noise: None unless the gradient noise scale is measured. max_logits: the largest of each head of each
+    layer, not a sum; None unless the model measures them. None costs nothing.
     """
 
     gradients: Arrays
@@ -51,8 +52,8 @@ class Sums:
 class LossScales:
     """Factors of the auxiliary losses' sums, float32 scalars from the host's schedules.
 
-    The step divides every gradient once, by the batch's token weight W. A loss with a denominator N of its
-    own over the batch therefore has the factor weight * W / N.
+    The step divides every gradient once, by the batch's token weight W. A loss with another
+    denominator N over the batch therefore has the factor weight * W / N.
     """
 
     balance: Scalar
@@ -62,7 +63,7 @@ class LossScales:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """Values of the schedules for this step, float32 scalars, so that they are no reason to compile."""
+    """Values of the schedules for this step, float32 scalars; arguments, so they compile nothing."""
 
     learning_rate: Scalar
     router_bias_rate: Scalar
@@ -74,9 +75,8 @@ class StepMetrics:
     """Float32 scalars of one step, and a vector. `finite` is False when the step was skipped.
 
     loss, balance_loss: means. gradient_norm: before clipping. update_rms: of the change of all trained
-    parameters.
-    load_violation: largest over layers of max expert load over mean load, minus 1; load_violations: of each
-    layer with a router, those of MTP last.
+    parameters. load_violation: largest over layers of max expert load over mean load, minus 1;
+    load_violations: of each layer with a router, those of MTP last.
     max_logit: largest attention logit of all heads, before QK-clip; None unless measured.
     """
 
@@ -92,12 +92,7 @@ class StepMetrics:
 
 
 def accumulate(
-    definition: Definition,
-    loss: Loss,
-    state: TrainState,
-    sums: Sums,
-    microbatch: Batch,
-    scales: LossScales,
+    definition: Definition, loss: Loss, state: TrainState, sums: Sums, microbatch: Batch, scales: LossScales
 ) -> Sums:
     """Adds one microbatch [row, sequence]."""
 
@@ -157,8 +152,7 @@ def apply(
     *,
     qk_clip: QkClip | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step of sums whose `metrics` and `noise` are left out. qk_clip: after the step, by the
-    batch's logits.
+    """One optimizer step of sums without `metrics` and `noise`. qk_clip: after it, by the batch's logits.
 
     A batch with a non-finite loss or gradient, or without any weight, changes nothing.
     """
@@ -170,8 +164,9 @@ def apply(
     gradients = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), sums.gradients)
     directions, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     steps = jax.tree.map(lambda d: inputs.learning_rate * d, directions)
-    params = optax.apply_updates(state.params, steps)
+    params: Any = optax.apply_updates(state.params, steps)  # optax types it as any tree
     if qk_clip is not None:
+        assert sums.max_logits is not None  # the model measures them for the clip
         params = qk_clip.apply(params, sums.max_logits)
     changed = TrainState(
         params=params,

@@ -1,14 +1,15 @@
-"""Tokens a second and MFU of a step, from what its batch holds and not from what its shape could hold.
+"""Tokens a second and MFU of a step, counted from the documents of its batch, without padding.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) is model FLOPs a second over the devices' peak. The head is counted
-for every valid token, also where no loss is taken and the token is not projected. The peak is the
-published dense BF16 rate, also of a run that computes in float32. Devices without a published rate, CPUs
-among them, have no MFU: the metric is then absent.
+for every valid token, also where no loss is taken and the token is not projected. The peak is the published
+dense BF16 rate, also of a run that computes in float32. Devices without a published rate, such as CPUs, have
+no MFU: the metric is then absent.
 """
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import numpy as np
 
 from jaxtrain.data.batch import Batch
@@ -38,10 +39,8 @@ PEAKS = {
 }
 
 
-def peak(device: jax.Device) -> float | None:
-    """Peak operations a second, by the longest name whose words begin the device's; None where none is
-    published.
-    """
+def peak(device: Any) -> float | None:
+    """Peak operations a second of a jax device, by its longest matching name in `PEAKS`, else None."""
     kind = device.device_kind
     fitting = [name for name in PEAKS if kind.startswith(name) and not kind[len(name) :][:1].isalnum()]
     return PEAKS[max(fitting, key=len)] if fitting else None
@@ -50,13 +49,11 @@ def peak(device: jax.Device) -> float | None:
 def throughput(
     batch: Batch, flops: Flops, *, seconds: float, devices: int, device_peak: float | None
 ) -> dict[str, float]:
-    """Metrics of a step that took `seconds`: `tokens_per_s`, `model_tflops_per_s`, and `mfu` where the peak
-    is known.
+    """`tokens_per_s`, `model_tflops_per_s`, and `mfu` where the peak is known, of a step of `seconds`.
 
-    Padding counts for nothing, and a query for the keys of its own document: a batch of short documents has
-    fewer operations than one of long ones.
-
-    batch: the whole batch of all devices. devices: how many trained on it.
+    Padding is not counted, and a query counts the keys of its own document: a batch of short documents has
+    fewer operations than one of long ones. batch: the whole batch of all devices. devices: how many trained
+    on it.
     """
     valid = np.asarray(batch.segment_ids) > 0
     tokens = batch.valid_tokens()

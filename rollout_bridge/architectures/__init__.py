@@ -58,14 +58,14 @@ def find(name: str) -> Architecture:
 
 
 def usual(name: str) -> dict[str, Any]:
-    """Numbers that new models of the family `name` have when nothing is said."""
+    """Values that new models of the family `name` have by default."""
     return {item.name: item.new for item in find(name).fields if item.new is not REQUIRED}
 
 
 def examine(hf_config: HfConfig) -> tuple[DecoderConfig | None, list[str]]:
-    """The decoder that a config.json describes, and everything that is wrong with it.
+    """The decoder that a config.json describes, and all its problems.
 
-    No decoder without problems; one with problems may still say which tensors are meant.
+    Without a decoder there is at least one problem; a decoder with problems may still name its tensors.
     """
     key = REFERENCE if hf_config.get(REFERENCE) is not None else "model_type"
     name = hf_config.get(key)
@@ -95,7 +95,7 @@ def complete(name: str, values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write(decoder: DecoderConfig) -> dict[str, Any]:
-    """config.json, which `read` makes `decoder` of; token ids of the tokenizer are the caller's to add."""
+    """config.json of `decoder`, the inverse of `read`; the caller adds token ids of the tokenizer."""
     family = find(decoder.architecture)
     own = {} if decoder.architecture == family.model_type else {REFERENCE: decoder.architecture}
     return base.write(family, decoder) | own

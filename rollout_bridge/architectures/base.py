@@ -1,4 +1,4 @@
-"""A family of models as a table: what its config.json means, and which tensors its checkpoints have."""
+"""A family of models as a table: the meaning of its config.json, and the tensors of its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ REQUIRED: Any = _Required()
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One number of `DecoderConfig` that models of an architecture may differ in.
+    """One value of `DecoderConfig` in which models of an architecture may differ.
 
     name: in DecoderConfig. keys: in config.json, the first is written; the name itself when empty.
-    absent: what a config.json without it means (transformers' default), REQUIRED if it must be there; a
+    absent: value of a config.json without it (transformers' default), REQUIRED if it must be there; a
     function computes it from the config.json.
     new: its value in an experiment that leaves it out, REQUIRED if it must be given.
     """
@@ -50,8 +50,8 @@ class Architecture:
     implied: values of DecoderConfig that are the same in all of them; a function derives the value from the
     fields and the config.json, which is empty for an experiment.
     expected: fields of config.json that change the computation, with the one value implemented; absent or
-    null is as good. written: further fields that config.json gets.
-    refusals: config.json -> lines about further values that are not implemented.
+    null also counts. written: more fields for config.json.
+    refusals: config.json -> lines about other values that are not implemented.
     tensors: every tensor of a decoder's checkpoint, in the order of the file.
     duplicates: tensors that a published checkpoint may have beside them, each with the one it repeats.
     """
@@ -97,7 +97,7 @@ COMMON = (
     Field(name="initializer_range", absent=0.02, new=0.02),
 )
 UNIVERSALLY_EXPECTED = {"hidden_act": "silu", "attention_dropout": 0.0}
-# What a decoder without experts has in their place.
+# Values of a decoder without experts.
 DENSE = {
     "first_k_dense_replace": lambda values, _: values["num_hidden_layers"],
     "moe_intermediate_size": 0,
@@ -111,7 +111,7 @@ DENSE = {
 
 
 def examine(architecture: Architecture, name: str, hf_config: Json) -> tuple[DecoderConfig | None, list[str]]:
-    """The decoder that a config.json describes, and what is wrong with it; None if a field is missing.
+    """The decoder that a config.json describes, and its problems; None if a field is missing.
 
     name: of the architecture, as the decoder keeps it.
     """

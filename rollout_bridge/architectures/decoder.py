@@ -1,4 +1,4 @@
-"""The numbers of a decoder: what a config.json says, whatever the family's names for it."""
+"""The sizes and options of a decoder, independent of a family's names for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollout_bridge.errors import ExpectedError
 
 
 class Scoring(enum.StrEnum):
-    """What a router makes of its logits, in float32: each by itself, or all together."""
+    """How a router computes scores from logits, in float32: each by itself, or all together."""
 
     SIGMOID = "sigmoid"
     SOFTMAX = "softmax"
@@ -113,6 +113,6 @@ class DecoderConfig:
         check(
             self.num_nextn_predict_layers == 0 or self.num_moe_layers > 0,
             f"num_nextn_predict_layers: {self.num_nextn_predict_layers}, but no layer of the decoder has "
-            "experts, whose form they have",
+            "experts, and MTP layers have experts",
         )
         return found

@@ -10,7 +10,7 @@ from rollout_bridge.architectures.layers import next_token_prefix
 def _duplicates(c: DecoderConfig) -> dict[str, str]:
     """Each layer that predicts further tokens (MTP) repeats embedding and head in published checkpoints.
 
-    Engines take the originals for them (vLLM 0.32, transformers 5), so they are neither needed nor written.
+    Engines use the originals in their place (vLLM 0.32, transformers 5), so they are not written.
     """
     found = {}
     for depth in range(c.num_nextn_predict_layers):
@@ -32,7 +32,7 @@ ARCHITECTURE = Architecture(
         Field(name="n_routed_experts"),
         Field(name="num_experts_per_tok"),
         Field(name="n_shared_experts"),
-        # New models: the numbers of GLM-4.5, except that a factor of 1 leaves the mixture as it is weighed.
+        # New models: the values of GLM-4.5, except a factor of 1, which does not scale the mixture.
         Field(name="routed_scaling_factor", new=1.0),
         Field(name="norm_topk_prob", new=True),
         Field(name="partial_rotary_factor", absent=0.5, new=0.5),

@@ -35,7 +35,7 @@ def decoder(
 
 
 def next_token_prefix(c: DecoderConfig, depth: int) -> str:
-    """Layers that predict further tokens (MTP) are numbered on after the others."""
+    """Layers that predict further tokens (MTP) are numbered after the others."""
     return f"model.layers.{c.num_hidden_layers + depth}"
 
 

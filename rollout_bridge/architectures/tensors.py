@@ -1,4 +1,4 @@
-"""The correspondence of one Hugging Face tensor with a slice of one stacked parameter."""
+"""How a Hugging Face tensor corresponds to a slice of a stacked parameter."""
 
 from __future__ import annotations
 

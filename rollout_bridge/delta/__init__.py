@@ -2,14 +2,7 @@
 
 from rollout_bridge.delta.blob import ArrayChange, DeltaError, DenseChange, SparseChange
 from rollout_bridge.delta.classes import ClassRanks
-from rollout_bridge.delta.codec import (
-    decode,
-    decode_full,
-    decode_sparse,
-    encode,
-    encode_full,
-    encode_sparse,
-)
+from rollout_bridge.delta.codec import decode, decode_full, decode_sparse, encode, encode_full, encode_sparse
 from rollout_bridge.delta.group import Group
 from rollout_bridge.delta.group import decode as decode_group
 from rollout_bridge.delta.grouping import encode_group, together

@@ -9,6 +9,7 @@ import zstandard
 
 from rollout_bridge.delta.classes import ClassRanks
 
+DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))  # of bit patterns, by width code
 _VARINT_BYTES = 9
 
 

@@ -17,6 +17,7 @@ import zstandard
 
 from rollout_bridge.delta import places, planes, stream
 from rollout_bridge.delta.blob import (
+    DTYPES,
     ArrayChange,
     DeltaError,
     DenseChange,
@@ -28,7 +29,6 @@ from rollout_bridge.delta.blob import (
 from rollout_bridge.delta.classes import CLASSES, ClassRanks
 
 VERSION = 1
-_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 _DENSE_FROM = 0.25  # changed fraction from which sending every value is tried
 _CLASSES_ARE_CHEAP = 1 << 16  # elements up to which telling classes apart costs no time worth saving
 _RARE = 256  # elements a change; up to it the preset fast uses classes only if they save much
@@ -214,7 +214,7 @@ def _read(blob: bytes, old: np.ndarray) -> DenseChange | tuple[list[np.ndarray],
 
 
 def _head(mode: _Mode, dtype: np.dtype, flags: int, size: int) -> bytes:
-    return bytes([VERSION << 6 | mode << 4 | _DTYPES.index(dtype) << 2 | flags]) + varint(size)
+    return bytes([VERSION << 6 | mode << 4 | DTYPES.index(dtype) << 2 | flags]) + varint(size)
 
 
 def _open(blob: bytes, size: int, dtype: np.dtype) -> tuple[_Mode, int, Reader]:
@@ -226,7 +226,7 @@ def _open(blob: bytes, size: int, dtype: np.dtype) -> tuple[_Mode, int, Reader]:
             f"the blob is of codec version {version}, this reader knows {VERSION}; upgrade the older side"
         )
     found = reader.varint()
-    if width >= len(_DTYPES) or _DTYPES[width] != dtype or found != size:
+    if width >= len(DTYPES) or DTYPES[width] != dtype or found != size:
         raise DeltaError(
             f"the blob updates {found} elements of {2**width} bytes, the array has {size} of "
             f"{dtype.itemsize}; it belongs to another tensor"
@@ -246,8 +246,6 @@ def _read_full(reader: Reader, shape: tuple[int, ...], dtype: np.dtype) -> np.nd
 
 def _checked_dtype(dtype: np.dtype | type | str) -> np.dtype:
     found = np.dtype(dtype)
-    if found not in _DTYPES:
-        raise ValueError(
-            f"the codec takes bit patterns ({', '.join(d.name for d in _DTYPES)}), found {found}"
-        )
+    if found not in DTYPES:
+        raise ValueError(f"the codec takes bit patterns ({', '.join(d.name for d in DTYPES)}), found {found}")
     return found

@@ -20,7 +20,7 @@ import numpy as np
 import zstandard
 
 from rollout_bridge.delta import classes, places, stream, symbols
-from rollout_bridge.delta.blob import ArrayChange, DeltaError, Reader, SparseChange, inflate, varint
+from rollout_bridge.delta.blob import DTYPES, ArrayChange, DeltaError, Reader, SparseChange, inflate, varint
 from rollout_bridge.delta.directory import Directory, Members
 
 VERSION = 2
@@ -31,7 +31,6 @@ _BYTE = 255
 _BLOCK = 1 << 20  # elements times classes of arrays looked at together: they stay within a core's cache
 _TIME_SHARE = {False: 0.004, True: 0.02}  # part of the update that one more class has to save, by `wide`
 _COUNT_BITS = 3.0  # about the cost of the number of changes of one array in one more class
-_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +137,10 @@ def encode(changes: Sequence[ArrayChange], *, wide: bool) -> bytes:
         )
     placed, counts = _places(changes, indices, old_values, new_values, owner, starts, sizes, wide=wide)
     coder = stream.Coder(_gaps(placed.ranks, counts), placed.steps, placed.sizes, placed.moved, 8 * itemsize)
-    flags = (stream.FLAG_WIDE if wide else 0) | (stream.FLAG_PARTITION if placed.mask else 0)
+    flags = (stream.FLAG_WIDE if wide else 0) | (places.FLAG_PARTITION if placed.mask else 0)
     return b"".join(
         [
-            bytes([VERSION << 6 | _DTYPES.index(old_values.dtype) << 4 | flags]),
+            bytes([VERSION << 6 | DTYPES.index(old_values.dtype) << 4 | flags]),
             _write_sizes(sizes),
             placed.header(itemsize),
             *(varint(size) for size in placed.sizes.tolist()),
@@ -160,14 +159,14 @@ def decode(blob: bytes, dtype: np.dtype) -> Group:
     reader = Reader(blob)
     first = reader.byte()
     version, width, flags = first >> 6, first >> 4 & 3, first & 15
-    if version != VERSION or flags & ~(stream.FLAG_WIDE | stream.FLAG_PARTITION):
+    if version != VERSION or flags & ~(stream.FLAG_WIDE | places.FLAG_PARTITION):
         raise DeltaError(
             f"the blob starts with {first:#x}, no group of codec version {VERSION}; upgrade the older side"
         )
-    if width >= len(_DTYPES) or _DTYPES[width] != dtype:
+    if width >= len(DTYPES) or DTYPES[width] != dtype:
         raise DeltaError(f"the blob updates elements of {2**width} bytes, the tensor is {dtype}")
     sizes = _read_sizes(reader)
-    boundaries = places.read_boundaries(reader, dtype, partitioned=bool(flags & stream.FLAG_PARTITION))
+    boundaries = places.read_boundaries(reader, dtype, partitioned=bool(flags & places.FLAG_PARTITION))
     class_sizes = np.array([reader.varint() for _ in range(boundaries.size + 1)], np.int64)
     if class_sizes.max() > MOST_ELEMENTS or class_sizes.sum() != sizes.sum():
         raise DeltaError(f"the classes do not add up to {sizes.sum()} elements; the blob is damaged")

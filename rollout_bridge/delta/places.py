@@ -16,6 +16,7 @@ from rollout_bridge.delta import classes, models, symbols
 from rollout_bridge.delta.blob import DeltaError, Reader
 from rollout_bridge.delta.directory import Directory
 
+FLAG_PARTITION = 1  # of a blob: there is more than one class
 _SAMPLE = 1 << 16  # changed elements from which a partition is chosen
 _SAMPLE_TO_CHOOSE = 1 << 13  # changed elements from which it is decided whether classes pay
 _MODEL_BITS = 18.0  # about what describing one more class costs

@@ -18,7 +18,6 @@ import zstandard
 from rollout_bridge.delta import places, symbols
 from rollout_bridge.delta.blob import DeltaError, Reader, inflate, varint
 
-FLAG_PARTITION = 1  # there is more than one class
 _HALF = 15
 _BYTE = 255
 _MOST_SHIFT = 40
@@ -44,7 +43,7 @@ def encode(changes: places.ClassChanges) -> tuple[int, bytes]:
         for plane in _planes(gaps[here], steps[here], shift):
             blob = compressor.compress(plane)
             out += [varint(len(blob)), blob]
-    return (FLAG_PARTITION if changes.mask else 0), b"".join(out)
+    return (places.FLAG_PARTITION if changes.mask else 0), b"".join(out)
 
 
 def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -52,10 +51,10 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], 
 
     DeltaError on any damage.
     """
-    if flags & ~FLAG_PARTITION:
+    if flags & ~places.FLAG_PARTITION:
         raise DeltaError(f"flags {flags:#x} are not of this version of the codec; upgrade the reader")
     reader = Reader(body)
-    directory = places.read_directory(reader, old, partitioned=bool(flags & FLAG_PARTITION))
+    directory = places.read_directory(reader, old, partitioned=bool(flags & places.FLAG_PARTITION))
     moved: list[int] = []
     gaps: list[np.ndarray] = []
     steps: list[np.ndarray] = []

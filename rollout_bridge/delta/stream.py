@@ -5,7 +5,7 @@ byte] [partition mask, u16, if flagged] then for each class a varint, 2 * change
 explicit), and if any changed [explicit gap table] [step family u8, or 255 and an explicit table]; then the
 rANS states and words, then the extra bits.
 Symbols: the gaps between the ranks of the changed elements class after class, then their value steps in the
-  same order.
+same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from rollout_bridge.delta import models, places, rans, symbols
 from rollout_bridge.delta.blob import DeltaError, Reader, varint
 
-FLAG_PARTITION = 1  # there is more than one class
 FLAG_WIDE = 2  # many lanes: quicker, a few percent larger
 _LANE_SYMBOLS = 256
 _LANE_SYMBOLS_WIDE = 64
@@ -31,7 +30,7 @@ def lanes_for(count: int, flags: int) -> int:
 def encode(changes: places.ClassChanges, *, wide: bool) -> tuple[int, bytes]:
     """(flags, body) of `changes`. wide: many lanes."""
     itemsize = changes.steps.dtype.itemsize
-    flags = (FLAG_WIDE if wide else 0) | (FLAG_PARTITION if changes.mask else 0)
+    flags = (FLAG_WIDE if wide else 0) | (places.FLAG_PARTITION if changes.mask else 0)
     coder = Coder(changes.gaps(), changes.steps, changes.sizes, changes.moved, 8 * itemsize)
     return flags, changes.header(itemsize) + coder.models + coder.coded(flags)
 
@@ -80,11 +79,11 @@ def decode(flags: int, body: bytes, old: np.ndarray) -> tuple[list[np.ndarray], 
 
     DeltaError on any damage.
     """
-    if flags & ~(FLAG_PARTITION | FLAG_WIDE):
+    if flags & ~(places.FLAG_PARTITION | FLAG_WIDE):
         raise DeltaError(f"flags {flags:#x} are not of this version of the codec; upgrade the reader")
     bits = old.dtype.itemsize * 8
     reader = Reader(body)
-    directory = places.read_directory(reader, old, partitioned=bool(flags & FLAG_PARTITION))
+    directory = places.read_directory(reader, old, partitioned=bool(flags & places.FLAG_PARTITION))
     moved, tables = read_models(reader, directory.sizes, bits)
     gaps, step_values = read_coded(reader, moved, tables, flags, bits)
     ends = np.cumsum(moved)[:-1]

@@ -39,9 +39,7 @@ class Quantized:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["count", "positions", "old", "new"],
-    meta_fields=[],
+    jax.tree_util.register_dataclass, data_fields=["count", "positions", "old", "new"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class CompactedChanges:

@@ -38,7 +38,7 @@ _CODE_OF_BF16 = (
     .astype(ml_dtypes.float8_e4m3fn)
     .view(np.uint8)
 )
-_VALUE_OF_CODE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+VALUE_OF_CODE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 class NonFiniteError(ExpectedError, ValueError):
@@ -119,7 +119,7 @@ def dequantize_block_fp8(codes: np.ndarray, scale: np.ndarray, *, name: str = "t
             f"{name}: scale {bad!r} is not a power of two in [2**{MINIMUM_SCALE_EXPONENT}, "
             f"2**{MAXIMUM_SCALE_EXPONENT}]; this checkpoint was not quantised by rollout_bridge.quantization"
         )
-    values = _VALUE_OF_CODE[codes]
+    values = VALUE_OF_CODE[codes]
     values *= _spread(scale, codes.shape)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""An episode: what an environment may use to make one, and what becomes of one that fails.
+"""An episode: what an environment uses to make one, and how a failed one is recorded.
 
 `Policy` is an engine bound to one episode: token ids in, token ids out. `single_turn` is the shortest
 episode, and the `episode` of every environment that asks one question and scores the answer.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeFailed(Exception):
-    """This episode has no end that can be scored, and another try would not change that."""
+    """This episode cannot be scored, and another try would not change that."""
 
 
 class Aborted(EpisodeFailed):
@@ -43,7 +43,7 @@ class Aborted(EpisodeFailed):
 class Sampling:
     """How one episode is sampled.
 
-    seed: of turn t, try n. request_id: of the first turn; engines name a request by it.
+    seed: of turn t, try n. request_id: of the first turn; later turns add their number.
     exact_version: the one that every token must come from, None for any.
     abort_retries: of an aborted turn, None for no limit but the deadline (unix seconds).
     """
@@ -98,7 +98,7 @@ class Policy:
         )
 
     async def sample(self, token_ids: list[int], *, max_tokens: int) -> tuple[Request, Completion]:
-        """A completion of `token_ids`, and the request that led to it.
+        """A completion of `token_ids`, and its request.
 
         Raises `Aborted` past the retries, with the completion appended to the transcript begun last.
         """
@@ -140,8 +140,8 @@ class Policy:
     async def call(self, method: str, *arguments: Any) -> Any:
         """`method` of the environment, run in a process that can be killed; its result must be JSON.
 
-        What reads or runs the policy's text belongs there. Raises `CallFailed`; an environment that does not
-        catch it ends the episode with the status of the call.
+        Code that reads or runs the policy's text belongs there. Raises `CallFailed`; if the environment does
+        not catch it, the episode ends with the status of the call.
         """
         return await self._processes.call(method, *arguments)
 
@@ -150,7 +150,7 @@ class Policy:
         return await self._processes.score(task, transcript.answer)
 
     def failed(self, task: Task, limits: Limits, detail: str, status: Status) -> Trajectory:
-        """The trajectory of an episode that came to nothing, with what was generated."""
+        """The trajectory of a failed episode, with what was generated."""
         return failed(self._transcript or self.transcript(task, limits), detail, status)
 
 
@@ -198,7 +198,7 @@ async def play(
 
 
 def _task(environment: Environment, index: int, tries: int) -> tuple[Task, str]:
-    """The task, or one that only has a name and what was raised in place of it."""
+    """The task; or one that only has a name, and what was raised."""
     problem = ""
     for _ in range(tries):
         try:
@@ -225,7 +225,7 @@ async def _episode(
             problem, last = str(error), True
             status = error.status if isinstance(error, CallFailed) else status
         except (WorkerError, ScoringError):
-            raise  # the worker cannot go on
+            raise  # these end the worker
         except TimeoutError as error:
             problem = f"TimeoutError: {error}"
             if time_limit.expired():

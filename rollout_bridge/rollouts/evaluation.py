@@ -1,4 +1,4 @@
-"""Evaluation requests: held-out prompts, greedy, at exactly one version; logged apart, never trained on."""
+"""Evaluation requests: held-out prompts, greedy, at exactly one version. Never trained on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_bridge.control import (
-    EVALUATIONS_PREFIX,
-    EvaluationRequest,
-    EvaluationResult,
-    RecordError,
-    read,
-)
+from rollout_bridge.control import EVALUATIONS_PREFIX, EvaluationRequest, EvaluationResult, RecordError, read
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play
@@ -59,9 +53,7 @@ class Evaluator:
         self._closed: set[str] = set()  # answered, expired, or not for this engine
 
     async def next(self) -> EvaluationRequest | None:
-        """A request that no worker answers yet, claimed for this worker; None if there is none for its
-        engine.
-        """
+        """An unanswered request, claimed for this worker; None if there is none for its engine."""
         for key in await asyncio.to_thread(self._store.list, EVALUATIONS_PREFIX):
             if key in self._closed:
                 continue
@@ -77,13 +69,13 @@ class Evaluator:
             try:
                 version = await self._engine.version()
             except EngineError as error:
-                logger.warning("engine %s does not say its version: %s", self._engine.name, error)
+                logger.warning("engine %s does not report its version: %s", self._engine.name, error)
                 return None
             if answered is not None or evaluation.expires <= time.time():
                 self._closed.add(key)
             elif version is not None and version > evaluation.version:
                 logger.info(
-                    "evaluation %s wants version %d, past it at %d",
+                    "evaluation %s needs version %d, the engine is past it at %d",
                     evaluation.id,
                     evaluation.version,
                     version,
@@ -164,7 +156,7 @@ class Evaluator:
     async def _finish(
         self, evaluation: EvaluationRequest, rows: list[Trajectory], *, error: str = ""
     ) -> None:
-        """Rows first, the result last: who sees the result can read every row."""
+        """Rows first, the result last: a reader of the result can read every row."""
         size = self._settings.segment_groups * self._settings.group_size
         for number, start in enumerate(range(0, len(rows), size)):
             data = segment.encode(rows[start : start + size], writer=self._worker, sequence=number)

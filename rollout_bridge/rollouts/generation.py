@@ -1,4 +1,4 @@
-"""Asking an engine until it answers: bounded retries around `RolloutEngine.generate`."""
+"""Bounded retries around `RolloutEngine.generate`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class NoAnswer(Exception):
 
 @dataclass(kw_only=True)
 class EngineCaller:
-    """An engine, and how patiently it is asked. Shared by all episodes of a worker.
+    """An engine with its timeouts and retries. Shared by all episodes of a worker.
 
     timeout_seconds: of one call. patience_seconds: how long an engine may fail. poll_seconds: before the
-    second try; doubled after each. answered_at: monotonic time of the engine's last good answer to anyone.
+    second try; doubled after each. answered_at: monotonic time of the engine's last good answer.
     """
 
     engine: RolloutEngine
@@ -51,7 +51,7 @@ async def wait_ready(
 ) -> None:
     """Returns when the engine admits requests.
 
-    Raises `WorkerError` after `timeout` seconds, unless `patient` then says that waiting is right.
+    Raises `WorkerError` after `timeout` seconds, unless `patient` then returns True.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -77,13 +77,13 @@ async def generate(
     abort_retries: int | None,
     deadline: float,
 ) -> tuple[Request, Completion]:
-    """A checked completion of the request, with the request that led to it.
+    """A checked completion of the request, with the request as it was sent.
 
     seed: of the n-th try. abort_retries: of aborted answers, None for no limit but the deadline (unix
     seconds, of aborts); past either, the aborted answer is returned.
 
     Raises `WorkerError` when the engine has failed for the caller's patience, and `NoAnswer` when it has
-    failed this request so long, but answered others meanwhile.
+    failed this request for so long but answered others.
     """
     engine = caller.engine
     tries, aborts, failing_since = 0, 0, None

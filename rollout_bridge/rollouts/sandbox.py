@@ -1,4 +1,4 @@
-"""What a process gives up before it runs code that a policy may steer: memory, and the network."""
+"""Limits of a process before it runs code that a policy may control: memory, and the network."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ class _Program(ctypes.Structure):
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """From now on the address space may grow by `extra_bytes` at most; past it allocations fail. No core
-    dumps.
-    """
+    """Lets the address space grow by at most `extra_bytes`; beyond it allocations fail. No core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
-        return  # other kernels do not say how large a process is, or ignore the limit
+        return  # other kernels do not report the size of a process, or ignore the limit
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + extra_bytes, size + extra_bytes))
 
 
 def close_network() -> str:
-    """No thread of this process, and no child of it, can open a socket any more. What closed them, or "".
+    """Stops this process, all its threads and children from opening sockets. Returns the means, or "".
 
-    A seccomp filter refuses `socket` with EACCES, which needs no privilege. Where the filter is not to be
-    had, an empty network namespace of the process's own. Sockets that are open stay open.
+    A seccomp filter rejects `socket` with EACCES, which needs no privilege. Without it the process moves to
+    an empty network namespace. Open sockets stay open.
     """
     if sys.platform != "linux":
         return ""

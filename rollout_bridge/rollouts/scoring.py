@@ -1,10 +1,9 @@
-"""Methods of an environment run in processes that can be killed: scores, tools, whatever reads a policy's
-text.
+"""Runs an environment's scores and tools, which read a policy's text, in processes that can be killed.
 
-A process runs one call at a time. One that takes too long, dies or answers nonsense costs that call alone: it
-is killed, with everything it started in its process group, and another takes its place. Processes are started
-afresh, never forked from this one, hold no socket to the network where the kernel allows that, may allocate a
-bounded amount of memory, and die with this process.
+A process runs one call at a time. If it takes too long, ends or gives an invalid answer, only that call
+fails: the process and its process group are killed, and another is started. Processes are started anew, never
+forked from this one. They have no network where the kernel allows that, a bounded amount of memory, and end
+with this process.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from rollout_bridge.trajectories.schema import Status
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0  # of a process: imports of a verifier on a busy machine
-STARTS = 3  # that may fail one after the other
+STARTS = 3  # of a process that may fail one after another
 # Threads of numerical libraries: each reserves memory, and processes compute side by side already.
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 class ScoringError(ExpectedError, RuntimeError):
-    """No process can be had that holds the environment; the message gives the process's own reason."""
+    """No process with the environment can be started; the message has the process's own reason."""
 
 
 class CallFailed(Exception):
-    """A call has no result. status: `TIMEOUT` or `ENVIRONMENT_FAILURE`; the message says why."""
+    """A call has no result. status: `TIMEOUT` or `ENVIRONMENT_FAILURE`; the message has the reason."""
 
     def __init__(self, status: Status, detail: str) -> None:
         super().__init__(detail)
@@ -50,8 +49,8 @@ class CallFailed(Exception):
 class ScoringPool:
     """Processes with a copy of one environment. Belongs to one event loop; `close` ends them.
 
-    processes: at most so many, started by `start`, or by the first calls. memory_bytes: what the calls of one
-    may allocate beside the environment. timeout_seconds: of a call, from its start to its answer.
+    processes: their largest number, started by `start` or by the first calls. memory_bytes: what the calls of
+    one may allocate beside the environment. timeout_seconds: of a call, from its start to its answer.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class ScoringPool:
         self._all: set[_Process] = set()
 
     async def start(self) -> None:
-        """Starts every process, so that the first scores wait for none. Raises `ScoringError`."""
+        """Starts every process, so that the first scores do not wait. Raises `ScoringError`."""
         missing = range(self._processes - len(self._all))
         started = await asyncio.gather(*(self._begin() for _ in missing), return_exceptions=True)
         self._idle += [process for process in started if isinstance(process, _Process)]
@@ -80,7 +79,7 @@ class ScoringPool:
                 raise error
 
     async def score(self, task: Task, answer: Answer) -> Score:
-        """What the environment's `score` gives; a failure of any kind is a status."""
+        """The result of the environment's `score`; a failure of any kind becomes a status."""
         try:
             value = await self.call("score", task, answer)
         except CallFailed as error:
@@ -123,7 +122,7 @@ class ScoringPool:
             process = self._idle.pop()
             if not process.broken:
                 return process
-            await self._end(process)  # it died while it had nothing to do
+            await self._end(process)  # it ended while it was idle
         return await self._begin()
 
     async def _begin(self) -> _Process:
@@ -195,7 +194,7 @@ class _Process(asyncio.Protocol):
         self._transport.write(LENGTH.pack(len(body)) + body)
 
     async def ask(self, body: bytes, *, timeout: float) -> dict[str, Any]:
-        """The answer to `body`. Raises `CallFailed`; the process is then of no further use."""
+        """The answer to `body`. Raises `CallFailed`; the process cannot be used again."""
         self._reply = asyncio.get_running_loop().create_future()
         if self.broken:
             await self._lost()
@@ -218,7 +217,7 @@ class _Process(asyncio.Protocol):
             await self._child.wait()
 
     async def _lost(self) -> None:
-        """Raises `CallFailed` with what became of the process."""
+        """Raises `CallFailed` with how the process ended."""
         assert self._child is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -268,7 +267,7 @@ class _Process(asyncio.Protocol):
 
 
 def _score(value: Any) -> Score:
-    """The score in an answer, which is believed no further than its types."""
+    """The score in an answer. The process is not trusted: every type is checked."""
     if isinstance(value, Mapping) and set(value) == {"score"}:
         try:
             fields = dict(value["score"])

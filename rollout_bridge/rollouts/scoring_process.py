@@ -1,7 +1,7 @@
 """A process that holds a copy of an environment and runs its methods, one call at a time, until it is killed.
 
-Frames go both ways over one socket: four bytes of length, then the body. Calls come pickled. Answers go back
-as JSON, since the process that makes them may be under the control of a policy's text.
+Frames go both ways over one socket: four bytes of length, then the body. Calls come pickled. Answers are
+JSON, since a policy's text may control the process that makes them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def main(descriptor: int, parent: int) -> None:
 
     The first frames are the module path as JSON, then (environment spec, bytes of memory for calls) pickled.
     The first answer is {"network": what closes it}, or {"error": why there is no environment}. The others are
-    {"value": the result} or {"error": what was raised, "last": whether the process is of no further use}.
+    {"value": the result} or {"error": what was raised, "last": whether the process must be replaced}.
     """
     end_with_parent(parent, by=signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a verifier prints is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output that a verifier prints is dropped
     channel = socket.socket(fileno=descriptor)
     path, setup = receive(channel), receive(channel)
     if path is None or setup is None:
         return
-    sys.path[:] = json.loads(path)  # before what may lie on it is unpickled
+    sys.path[:] = json.loads(path)  # before unpickling modules on it
     try:
         spec, memory_bytes = pickle.loads(setup)
         environment = spec.create()
@@ -54,9 +54,9 @@ def main(descriptor: int, parent: int) -> None:
             answer = json.dumps({"value": _plain(_call(environment, frame))}).encode()
             if len(answer) > MAX_ANSWER_BYTES:
                 answer = _error(f"the result has {len(answer)} bytes, expected at most {MAX_ANSWER_BYTES}")
-        except MemoryError:  # what was allocated may be held somewhere: the next process starts clean
+        except MemoryError:  # the memory may still be held, so a new process takes over
             answer = _error(f"MemoryError: more than {memory_bytes >> 20} MiB", last=True)
-        except BaseException as error:  # sys.exit among them: this call has failed, the next may not
+        except BaseException as error:  # also sys.exit: only this call has failed
             answer = _error(f"{type(error).__name__}: {error}")
         send(channel, answer)
 
@@ -87,7 +87,7 @@ def _call(environment: Environment, frame: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds; a score as {"score": its fields}."""
+    """A JSON value; a score as {"score": its fields}."""
     if isinstance(value, Score):
         return {"score": dataclasses.asdict(value)}
     return value.item() if hasattr(value, "item") else value  # of NumPy's numbers

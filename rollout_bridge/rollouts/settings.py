@@ -8,12 +8,12 @@ from rollout_bridge.errors import ExpectedError
 
 
 class WorkerError(ExpectedError, RuntimeError):
-    """A worker cannot go on; the message names what it waited for and the remedy."""
+    """A worker must end; the message names what it waited for and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """How a worker samples, and how patient it is. Seconds throughout.
+    """How a worker samples, and its timeouts. All times are in seconds.
 
     run_seed: of all sampling seeds of the run. group_size: episodes of each prompt (GRPO's G).
     max_tokens: generated tokens of one turn. max_turns: turns of the policy in one episode.
@@ -21,13 +21,12 @@ class WorkerSettings:
     temperature: of training episodes; 0 is greedy.
     stop_ids: tokens that end a turn; empty: the tokenizer's end-of-sequence token.
     task_tries: of a task that cannot be read or an episode that fails, before it is recorded as failed.
-    max_concurrent_groups: groups generated at once; what fills the engine's batch.
+    max_concurrent_groups: groups generated at once; they fill the engine's batch.
     claim_groups: prompt indices claimed at a time. lease_seconds: of a claim, renewed at a third of it.
-    segment_groups, flush_seconds: a segment is written at that many groups, or that long after the first of
-        them.
+    segment_groups, flush_seconds: a segment is written at that many groups, or that long after the first.
     generate_timeout_seconds: of one call of the engine. abort_retries: of a turn that the engine aborted.
     engine_timeout_seconds: how long an engine may fail or be unready before the worker gives up.
-    idle_timeout_seconds: how long nothing may be there to do. poll_seconds: between looks at the store.
+    idle_timeout_seconds: how long a worker may have nothing to do. poll_seconds: between reads of the store.
     """
 
     run_seed: int

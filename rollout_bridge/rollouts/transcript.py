@@ -12,7 +12,7 @@ from rollout_bridge.engines.protocol import Completion, FinishReason, Purpose
 from rollout_bridge.rollouts.environments.base import Answer, Score, Task
 from rollout_bridge.trajectories.schema import Status, Trajectory, Turn, TurnKind, group_id
 
-# What stands before the messages of an environment when their tokens are looked up.
+# Messages before those of an environment when their tokens are computed.
 _BEFORE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 class TranscriptError(ValueError):
-    """Tokens that cannot be appended as asked; the message says what to do instead."""
+    """Tokens that cannot be appended; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a trajectory says of where it comes from."""
+    """Where a trajectory comes from, for its columns."""
 
     prompt_index: int
     member: int
@@ -66,11 +66,11 @@ def message_ids(
 ) -> list[int]:
     """Token ids of an environment's messages after a turn of the policy, ready for its next turn.
 
-    They are the tokens by which the chat template's rendering of a short conversation grows, from the end of
-    the assistant's message on: behind its stop token if the template writes one, as the policy has written
-    one.
+    The chat template renders a short conversation without and with the messages; the difference is returned.
+    If the template ends the assistant's message with a stop token, it starts after that token, because the
+    policy has written one itself.
 
-    Raises `TranscriptError` for a template that renders what came before differently once they follow.
+    Raises `TranscriptError` for a template that renders earlier messages differently when others follow.
     """
     before = _template(tokenizer, _BEFORE)
     after = _template(tokenizer, (*_BEFORE, *messages), add_generation_prompt=True)
@@ -89,7 +89,7 @@ def answer_text(tokenizer: Tokenizer, token_ids: Sequence[int] | np.ndarray) -> 
 
 @dataclass(kw_only=True)
 class Transcript:
-    """One episode so far. Lists have one item a token; turns are side by side and cover them.
+    """One episode so far. Lists have one item a token; turns follow one another and cover them.
 
     seed: of the first turn. experts: int16 [tokens, MoE layers, k] of the tokens that engines have reported.
     full: an environment's tokens would have left no room for an answer, and were not appended.
@@ -143,22 +143,22 @@ class Transcript:
         found = completion.routed_experts
         if found is not None:
             known = self.experts
-            if known is not None:  # what was reported when a token was made stands
+            if known is not None:  # the first report of a token is kept
                 found = found.copy()
                 found[: len(known)] = np.where(known >= 0, known, found[: len(known)])
             self.experts = found
 
     def append_messages(self, *messages: Mapping[str, Any]) -> None:
-        """A turn of the environment in the chat template's words, up to the start of the policy's next turn.
+        """A turn of the environment in the chat template, up to the start of the policy's next turn.
 
-        Without room for them and one token more, nothing is appended and the transcript is finished.
+        Without room for them and one more token, nothing is appended and the transcript is finished.
         """
         self.append_tokens(message_ids(self.tokenizer, messages, stop_ids=self.stop_ids))
 
     def append_tokens(self, token_ids: Sequence[int], kind: TurnKind = TurnKind.TOOL) -> None:
         """A turn of the environment as tokens: not trainable, log-probability 0, version -1.
 
-        Without room for them and one token more, nothing is appended and the transcript is finished.
+        Without room for them and one more token, nothing is appended and the transcript is finished.
         """
         if len(self.token_ids) + len(token_ids) >= self.limits.tokens:
             self.full = True

@@ -1,7 +1,7 @@
 """The rollout worker: claims prompts, keeps the engine busy with groups, scores them, writes segments.
 
-A claim is complete only after every index of it is in a durable segment, so a worker may die at any moment:
-its claims expire, and what no segment finished is generated again. Evaluation requests go first.
+A claim is complete only after every index of it is in a durable segment, so a worker may be killed at any
+moment: its claims expire, and prompts without a segment are generated again. Evaluation requests go first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker did in its life."""
+    """What a worker did."""
 
     writer: str
     groups: int
@@ -55,7 +55,7 @@ class WorkerReport:
 
 
 class RolloutWorker:
-    """Runs until the trainer says finished, `stop` is set, or SIGTERM.
+    """Runs until the trainer has finished, `stop` is set, or SIGTERM.
 
     processes: hold a copy of the environment each; started and closed by `run`.
     worker_id: a name for people; its writer id is that and a random suffix, new at each start.
@@ -103,11 +103,10 @@ class RolloutWorker:
             lease_seconds=settings.lease_seconds,
             clock=clock,
         )
-        self._moves = asyncio.Lock()  # one compare-and-swap of a claim at a time: two would refuse each other
+        self._moves = asyncio.Lock()  # one compare-and-swap of a claim at a time, or one of two would fail
         self._held: dict[int, _Held] = {}
-        self._groups: dict[
-            asyncio.Task[list[Trajectory]], tuple[int, int]
-        ] = {}  # task -> (claim start, index)
+        # task -> (claim start, index)
+        self._groups: dict[asyncio.Task[list[Trajectory]], tuple[int, int]] = {}
         self._buffer: list[tuple[int, list[Trajectory]]] = []
         self._buffered_at = 0.0
         self._writing: list[tuple[int, list[Trajectory]]] = []  # at the front of the buffer, maybe in the log
@@ -117,8 +116,7 @@ class RolloutWorker:
         """Works until `stop` is set or the run is finished; then flushes finished groups, releases its claims
         and reports.
 
-        Raises `WorkerError` after a wait that was too long, and whatever the store raises; its claims then
-        expire.
+        Raises `WorkerError` after a timeout, and errors of the store; its claims then expire.
         """
         stop = stop if stop is not None else _stop_on_signals()
         settings = self._settings
@@ -163,8 +161,8 @@ class RolloutWorker:
                 elif time.monotonic() - busy_at > settings.idle_timeout_seconds:
                     raise WorkerError(
                         f"waited {settings.idle_timeout_seconds:g} s for {CREDITS_KEY} in "
-                        f"{self._store.url} to allow more "
-                        "prompts, or for an evaluation request: is the trainer running on this store?"
+                        f"{self._store.url} to allow more prompts, or for an evaluation "
+                        "request: is the trainer running on this store?"
                     )
         finally:
             running = [keeper, stopping, getting_ready, *self._groups, *([evaluation] if evaluation else [])]
@@ -182,7 +180,7 @@ class RolloutWorker:
 
     async def _get_ready(self) -> None:
         """Returns when the scoring processes are there and the engine admits requests."""
-        await self._processes.start()  # the engine gets ready meanwhile
+        await self._processes.start()  # the engine gets ready at the same time
         await wait_ready(
             self._engine,
             timeout=self._settings.engine_timeout_seconds,
@@ -191,7 +189,7 @@ class RolloutWorker:
         )
 
     async def _warming_up(self) -> bool:
-        """Whether the trainer is alive and has nothing to publish yet."""
+        """Whether the trainer runs and has nothing to publish yet."""
         state = await asyncio.to_thread(read_state, self._store)
         if state is None or state.phase != WARM_START:
             return False
@@ -283,14 +281,14 @@ class RolloutWorker:
             overdue = time.monotonic() - self._buffered_at >= self._settings.flush_seconds
             if not (everything or overdue or len(self._buffer) >= self._settings.segment_groups):
                 return
-            # Removed only once durable: a failed write leaves the groups for the flush at the end.
-            # The same groups as before if that failed: where only the answer was lost, they are found there.
+            # Removed only once durable: a failed write leaves the groups for the flush at the end. It writes
+            # the same groups again, so a write whose answer was lost is recognised.
             batch = self._writing = self._writing or self._buffer[: self._settings.segment_groups]
             await finished_in_thread(partial(self._write, batch))
             for start, group in batch:
                 held = self._held.get(start)
                 if held is None:
-                    continue  # lost meanwhile; a plan takes one copy
+                    continue  # lost to another worker; a plan takes one copy
                 held.open.discard(group[0].prompt_index)
                 if not held.todo and not held.open:
                     del self._held[start]
@@ -298,7 +296,7 @@ class RolloutWorker:
                         await asyncio.to_thread(self._book.complete, held.claim)
 
     def _write(self, batch: list[tuple[int, list[Trajectory]]]) -> None:
-        """On a thread, so that a caller who is cancelled meanwhile does not write them again at the end."""
+        """Runs in a thread, so that a cancelled caller does not write the groups again at the end."""
         self._writer.append([row for _, group in batch for row in group])
         del self._buffer[: len(batch)]
         self._writing = []
@@ -307,14 +305,15 @@ class RolloutWorker:
         self._written_segments += 1
 
     async def _keep_leases(self) -> None:
-        """Renews every claim at a third of its lease; what another worker took is not worked on further."""
+        """Renews every claim at a third of its lease; cancels work on claims that another worker took."""
         while True:
             await asyncio.sleep(self._settings.lease_seconds / 3)
             for start, held in list(self._held.items()):
                 async with self._moves:
                     if self._held.get(start) is not held:
                         continue  # completed meanwhile
-                    # To its end: a renewal after the release would keep the claim for a worker that has gone.
+                    # Completes even if cancelled: a renewal after the release would hold the claim of an
+                    # ended worker.
                     renewed = await finished_in_thread(partial(self._book.renew, held.claim))
                 if renewed is not None:
                     held.claim = renewed
@@ -326,9 +325,7 @@ class RolloutWorker:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set (in the main thread; elsewhere only the caller's own event can
-    stop it).
-    """
+    """An event that SIGTERM and SIGINT set, in the main thread only."""
     stop = asyncio.Event()
     if threading.current_thread() is threading.main_thread():
         for name in (signal.SIGTERM, signal.SIGINT):

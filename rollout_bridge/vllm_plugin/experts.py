@@ -22,7 +22,7 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Experts:
+class LayerExperts:
     """The routed experts of one layer on this rank.
 
     unit: their module in the checkpoint. module: the one that holds their parameters. local: an expert's
@@ -38,7 +38,7 @@ class Experts:
 class Stacked:
     """All of one parameter of `experts`, as it is before packing."""
 
-    experts: Experts
+    experts: LayerExperts
     parameter: str
     tensor: torch.Tensor
 
@@ -67,19 +67,19 @@ class Stacked:
         return give_back
 
 
-def routed_experts(model: torch.nn.Module) -> dict[str, Experts]:
+def routed_experts(model: torch.nn.Module) -> dict[str, LayerExperts]:
     """By unit."""
     found = {}
     for name, module in model.named_modules():
         local = getattr(module, "_map_global_expert_id_to_local_expert_id", None)
         if local is not None and "w13_weight" in get_layerwise_info(module).restore_metadata[0]:
             unit = name.removesuffix(".routed_experts")
-            found[unit] = Experts(unit, module, local)
+            found[unit] = LayerExperts(unit, module, local)
     return found
 
 
 def stack(
-    weights: Iterable[tuple[str, torch.Tensor]], experts: Mapping[str, Experts], *, pin: bool
+    weights: Iterable[tuple[str, torch.Tensor]], experts: Mapping[str, LayerExperts], *, pin: bool
 ) -> tuple[list[Stacked], Weights]:
     """(what could be stacked, the rest), one layer at a time: the tensors of a unit come together.
 
@@ -102,7 +102,7 @@ def _unit(name: str) -> str:
     return f"{unit}.experts" if inside and tail.partition(".")[0].isdigit() else ""
 
 
-def _stack_layer(experts: Experts, weights: Weights, *, pin: bool) -> list[Stacked]:
+def _stack_layer(experts: LayerExperts, weights: Weights, *, pin: bool) -> list[Stacked]:
     """Empty if the tensors are not exactly what the module's parameters are made of."""
     tensors: dict[tuple[int, str], torch.Tensor] = {}
     for name, tensor in weights:

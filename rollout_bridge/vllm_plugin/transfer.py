@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout_bridge.files import write_whole
-from rollout_bridge.vllm_plugin.experts import Experts, Stacked, routed_experts, stack
+from rollout_bridge.vllm_plugin.experts import LayerExperts, Stacked, routed_experts, stack
 from rollout_bridge.vllm_plugin.tensors import MirrorTensors
 from rollout_bridge.vllm_plugin.units import held_here, units_of, untouched_units, whole_units
 
@@ -74,7 +74,7 @@ class Staging:
         *,
         rank: int,
         native_fp8: bool,
-        experts: Mapping[str, Experts],
+        experts: Mapping[str, LayerExperts],
         layers: int,
         pin: bool,
     ) -> None:

@@ -136,10 +136,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
         self._planner = planning.planner(self._sleep)
         self._plans = iter(
             PlanDataset(
-                planning.store,
-                timeout_seconds=self._timeout,
-                poll_seconds=POLL_SECONDS,
-                sleep=self._sleep,
+                planning.store, timeout_seconds=self._timeout, poll_seconds=POLL_SECONDS, sleep=self._sleep
             )
         )
 

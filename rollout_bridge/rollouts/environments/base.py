@@ -1,4 +1,4 @@
-"""What an environment is: tasks by index, the loop of an episode, and scores for what the policy wrote."""
+"""The protocol of an environment: tasks by index, the loop of an episode, and scores of answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 
 class EnvironmentConfigError(ExpectedError, ValueError):
-    """An environment cannot be built as configured; the message names the option, its value and the
-    remedy.
-    """
+    """An environment cannot be built as configured; the message names option, value and remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One prompt.
 
-    index: its index in the split; name: what the trajectory's `task` column says.
+    index: its index in the split; name: value of the trajectory's `task` column.
     messages: chat messages ({"role", "content"}) for the tokenizer's template.
-    data: whatever the environment needs to score an answer; never shown to the policy. It is pickled to reach
-        a scoring process.
+    data: what the environment needs to score an answer; never shown to the policy, pickled for scoring.
     """
 
     index: int
@@ -52,11 +49,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What an answer was worth.
+    """The score of an answer.
 
     components: reward components by name; total: the reward trained on.
-    status: `OK`, or why there is no reward (then total is 0); `MALFORMED` is the policy's fault and is
-        trained on.
+    status: `OK`, or why there is no reward (then total is 0). A `MALFORMED` answer is trained on.
     detail: what went wrong, for the trajectory's metadata.
     """
 
@@ -82,7 +78,7 @@ class Environment(Protocol):
 
     @property
     def held_out(self) -> Environment:
-        """The tasks evaluations are made of: no question of theirs is in this split."""
+        """The tasks of evaluations: none of their questions is in this split."""
         ...
 
     def task(self, index: int) -> Task:
@@ -90,21 +86,19 @@ class Environment(Protocol):
         ...
 
     async def episode(self, task: Task, policy: Policy, limits: Limits) -> list[Trajectory]:
-        """One episode of `task`, as trajectories. For a single turn: `episode =
-        staticmethod(single_turn)`.
-        """
+        """One episode of `task`, as trajectories. `episode = staticmethod(single_turn)` for a single turn."""
         ...
 
     def score(self, task: Task, answer: Answer) -> Score | float | Mapping[str, float]:
         """The reward of an answer: a number, components by name whose sum it is, or a `Score`.
 
-        What it raises is recorded as an environment failure.
+        An exception is recorded as an environment failure.
         """
         ...
 
 
 def as_score(value: Any) -> Score:
-    """The score that a reward function's result means. A result that means none is an environment failure."""
+    """The score of a reward function's result; an invalid result is an environment failure."""
     if isinstance(value, Score):
         score = value
     elif isinstance(value, Mapping):

@@ -27,7 +27,7 @@ from rollout_bridge.rollouts.episode import single_turn
 from rollout_bridge.rollouts.rewards import registered, reward_function, tagged_answer
 from rollout_bridge.trajectories.schema import Status
 
-# Draws before a training question counts as unobtainable: where half of all draws collide, one task in 2^64
+# Draws until a training question counts as unobtainable: if half of all draws collide, one task in 2^64
 # fails.
 DRAWS = 64
 # Draws a held-out task may cost on average before its questions count as not distinct enough.
@@ -143,10 +143,9 @@ class ReasoningGym:
         )
 
     def worked_answer(self, index: int) -> tuple[str, str]:
-        """Question and a correct answer of training task `index`, for a warm start; tagged as scoring wants
-        it.
+        """Question and a correct answer of training task `index`, for a warm start, in the answer's tags.
 
-        Raises `EnvironmentConfigError` where the dataset states no answer (a few only verify).
+        Raises `EnvironmentConfigError` where the dataset has no answers (a few only verify).
         """
         task = self.task(index)
         entry = task.data["entry"]
@@ -162,9 +161,7 @@ class ReasoningGym:
         return entry["question"], answer
 
     def score(self, task: Task, answer: Answer) -> Score:
-        """Components "correct" (the dataset's score) and "exact" (1 iff that is 1), and those of a reward
-        function, "reward" if it returns a number.
-        """
+        """Components "correct" (the dataset's score), "exact" (1 iff that is 1), and a reward function's."""
         verified = self._verified(task, answer.text)
         if self._reward is None or verified.status is Status.ENVIRONMENT_FAILURE:
             return verified
@@ -174,7 +171,7 @@ class ReasoningGym:
         return Score(components=verified.components | own.components, total=own.total)
 
     def _verified(self, task: Task, text: str) -> Score:
-        """The dataset's own score; one outside [0, 1] is an environment failure, not the policy's fault."""
+        """The dataset's own score; one outside [0, 1] is an environment failure."""
         answer, tag = text.strip(), self.options.answer_tag
         if tag:
             tagged = tagged_answer(text, tag)
@@ -217,7 +214,7 @@ class HeldOut:
 
 def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a library it brings, at its first import
+        warnings.simplefilter("ignore", SyntaxWarning)  # of one of its libraries, at the first import
         import reasoning_gym  # more than a second to import, and needed only on hosts that score with it
     from reasoning_gym.factory import DATASETS
 

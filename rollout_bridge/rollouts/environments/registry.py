@@ -10,21 +10,21 @@ from rollout_bridge.options import OptionsError, read
 from rollout_bridge.references import UnknownReference, resolve
 from rollout_bridge.rollouts.environments.base import Environment, EnvironmentConfigError
 
-# Imported when asked for, so that a host installs only what it serves.
+# Imported on demand, so that a host installs only what it serves.
 ENVIRONMENTS: dict[str, str] = {
-    "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym",
+    "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym"
 }
 GROUP = "jaxtrain.environments"
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of an environment that declares none."""
+    """Options of an environment that declares none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """What every process of a run builds the same environment from.
+    """From this every process of a run builds the same environment.
 
     name: a registered name or `module:Name`. options: as the config gives them. seed: of its tasks.
     """

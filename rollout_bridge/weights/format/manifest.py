@@ -44,7 +44,7 @@ class Kind(StrEnum):
     DELTA = "delta"
 
 
-class _Record(BaseModel):
+class _ManifestRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
@@ -52,7 +52,7 @@ class _Record(BaseModel):
         return self.model_dump_json(exclude_none=True).encode()
 
 
-class ManifestRef(_Record):
+class ManifestRef(_ManifestRecord):
     """A manifest, named by its version, incarnation and the SHA-256 of its bytes."""
 
     version: Annotated[int, Field(ge=1, lt=2**53)]
@@ -69,7 +69,7 @@ class ManifestRef(_Record):
         return self.directory + "manifest.json"
 
 
-class Latest(_Record):
+class Latest(_ManifestRecord):
     """`weights/latest`. Version 0 without a manifest: the run has an owner and has published nothing.
 
     incarnation: of the trainer that owns the run; the manifest may be of an earlier one.
@@ -97,7 +97,7 @@ class Latest(_Record):
         return self
 
 
-class Piece(_Record):
+class Piece(_ManifestRecord):
     """One encoded rectangle of a tensor: `length` bytes at `offset` of the object `key` of this version.
 
     hash: xxh3-128 of those bytes, hex. rectangle: [start, stop) along each axis of the Hugging Face tensor.
@@ -120,7 +120,7 @@ class Piece(_Record):
         return tuple(slice(start, stop) for start, stop in self.rectangle)
 
 
-class TensorEntry(_Record):
+class TensorEntry(_ManifestRecord):
     """A tensor after this version. Without blobs it did not change, and its digest is the old one.
 
     change: in a full version that `follows` its parent, the pieces of the change since the parent.
@@ -143,7 +143,7 @@ class TensorEntry(_Record):
         return TensorSpec(self.dtype, self.shape)
 
 
-class Stats(_Record):
+class Stats(_ManifestRecord):
     """Sizes of the blobs in bytes, without the manifest. 0: the version does not have that form.
 
     delta_bytes: of the change since the parent. full_bytes: of all bits. reference_bytes: order-0 conditional
@@ -159,7 +159,7 @@ class Stats(_Record):
     update_rms: _Finite | None = None
 
 
-class Manifest(_Record):
+class Manifest(_ManifestRecord):
     """One version of the weights, written last: a reader that sees it can read every blob it names.
 
     format_version: pieces may share a blob from 2 on; a reader of 2 also reads 1.

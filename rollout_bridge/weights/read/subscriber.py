@@ -272,11 +272,7 @@ class Subscriber:
         self, work: Callable[[DecodeBatch], _Result], batches: Iterable[DecodeBatch], *, here: bool
     ) -> Iterator[_Result]:
         return self._workers.in_order(
-            work,
-            batches,
-            here=here,
-            cost=lambda batch: batch.working_bytes,
-            limit=self._in_flight_bytes,
+            work, batches, here=here, cost=lambda batch: batch.working_bytes, limit=self._in_flight_bytes
         )
 
     def _batches_of(

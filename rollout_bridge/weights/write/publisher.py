@@ -36,15 +36,7 @@ from rollout_bridge.weights.write.garbage import Retention
 from rollout_bridge.weights.write.latest_wins import LatestWins, Ticket
 from rollout_bridge.weights.write.writer import ChainWriter, WriterSettings
 
-__all__ = [
-    "Compaction",
-    "Overtaken",
-    "Publication",
-    "Publisher",
-    "Retention",
-    "Superseded",
-    "WriterSettings",
-]
+__all__ = ["Compaction", "Overtaken", "Publication", "Publisher", "Retention", "Superseded", "WriterSettings"]
 
 logger = logging.getLogger(__name__)
 

@@ -248,11 +248,7 @@ class ChainWriter:
         )
         ref = commit.create_manifest(self.store, manifest)
         latest = Latest(
-            **place,
-            step=step,
-            manifest=ref,
-            full=ref if kind is Kind.FULL else head.full,
-            owner=head.owner,
+            **place, step=step, manifest=ref, full=ref if kind is Kind.FULL else head.full, owner=head.owner
         )
         self._moved(latest, manifest, patches)
         durable()

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from jaxtrain.commands.export import shard_size
 from jaxtrain.data import tokenizer as task_tokenizer
 from jaxtrain.huggingface.checkpoint import open_checkpoint
-from jaxtrain.huggingface.export import ExportFormat, export
-from jaxtrain.huggingface.layout import DestinationError
+from jaxtrain.huggingface.export import export
+from jaxtrain.huggingface.layout import DestinationError, ExportFormat
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.quickstart.progress import Progress, ProgressReader, progress
+from jaxtrain.quickstart.progress import ProgressReader, RunProgress, progress
 from jaxtrain.quickstart.view import clock, kilobytes, line, live_view, panel
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ RL = row(
 
 
 def test_before_the_first_step() -> None:
-    assert progress([], config()) == Progress(phase="starting")
+    assert progress([], config()) == RunProgress(phase="starting")
 
 
 def test_steps_and_times_are_of_the_phase() -> None:
@@ -97,7 +97,12 @@ def test_the_panel_shows_the_same_facts() -> None:
 def test_a_pipe_gets_one_line_a_phase_and_not_one_a_tick() -> None:
     console = Console(file=io.StringIO(), force_terminal=False)
     moments = iter(
-        [Progress(), Progress(), Progress(phase="rl", step=1, steps=3), Progress(phase="rl", step=2)]
+        [
+            RunProgress(),
+            RunProgress(),
+            RunProgress(phase="rl", step=1, steps=3),
+            RunProgress(phase="rl", step=2),
+        ]
     )
     with live_view(lambda: next(moments), name="x", console=console) as tick:
         for _ in range(4):

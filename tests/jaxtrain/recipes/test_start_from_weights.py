@@ -15,7 +15,7 @@ from jaxtrain.cli import app
 from jaxtrain.commands.export import export
 from jaxtrain.commands.import_ import import_
 from jaxtrain.config.errors import ConfigError
-from jaxtrain.config.load import Reader, load_config
+from jaxtrain.config.load import ConfigReader, load_config
 from jaxtrain.config.resume import claim_run
 from jaxtrain.config.schema import SftConfig
 from jaxtrain.data import tokenizer as task_tokenizer
@@ -132,6 +132,6 @@ def test_a_run_that_has_begun_and_a_rollout_host_need_the_weights_no_more(
     rollout = load_config(
         CONFIG.with_name("quickstart.yaml"),
         [f"model={{checkpoint: {weights}, compute_dtype: float32}}", f"tokenizer.path={weights}"],
-        reader=Reader.FLEET,
+        reader=ConfigReader.FLEET,
     )
     assert rollout.model.compute_dtype == "float32"
