@@ -17,6 +17,7 @@ from jaxtrain.config.base import Reference
 from jaxtrain.config.load import load_config
 from jaxtrain.config.references import build
 from jaxtrain.config.schema import AsyncGrpoConfig
+from jaxtrain.data.batch import Batch
 from jaxtrain.data.sources.base import BatchShape, BatchSpec
 from jaxtrain.data.sources.plans import PlannedBatches, Planning, TrainerClock
 from jaxtrain.losses.policies.base import PolicyTokens
@@ -60,7 +61,7 @@ def tokens() -> PolicyTokens:
 
 
 def test_the_objective_by_hand(config, tokens):
-    """eps 0.1 and 0.2. Ratios sqrt(1.2 * 0.9), 1.5, 1.5 and 0.5: within the window; outside, where the clipped
+    """eps 0.1 and 0.2. Ratios sqrt(1.2 * 0.9), 1.5, 1.5 and 0.5: in the window; outside it, where the clipped
     one is larger; clipped to 1.2; clipped to 0.9.
     """
     loss, metrics = build("loss", config.rl.loss, where="rl.loss").objective(tokens)
@@ -121,9 +122,17 @@ def trajectory(group: int, member: int, *, reward: float) -> Trajectory:
     )
 
 
+def documents_in(batch: Batch) -> list[np.ndarray]:
+    """Where each document of a batch is, bool like its tokens."""
+    ids = np.asarray(batch.segment_ids)
+    found = sorted({(int(m), int(r), int(ids[m, r, s])) for m, r, s in np.argwhere(ids)})
+    microbatches, rows = np.indices(ids.shape)[:2]
+    return [(microbatches == m) & (rows == r) & (ids == segment) for m, r, segment in found]
+
+
 def test_a_planned_batch_and_a_step_on_it(config, one_device):
-    """Groups with equal rewards, with a mean of 0.75, and of 0.5: the config's filters drop the first two, its
-    advantage discounts the third, and its loss trains on it.
+    """Groups with equal rewards, with a mean of 0.75, and of 0.5. The config's filters drop two, its
+    advantage discounts the others, and its loss trains on them.
     """
     store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
     for group, rewards in enumerate([(1, 1), (1, 0.5), *[(1, 0)] * 4]):
@@ -152,15 +161,13 @@ def test_a_planned_batch_and_a_step_on_it(config, one_device):
     assert dropped == {"no_signal": {"00000000"}, "too_easy": {"00000001"}}
 
     batch = packed.batch
-    documents = []
-    for row, ids in enumerate(np.asarray(batch.segment_ids)[0]):
-        documents += [(row, ids == segment) for segment in sorted({*ids} - {0})]
-    assert len(documents) == 7 and len({row for row, _ in documents}) < 7  # several share a row
+    documents = documents_in(batch)
+    assert len(documents) == 7 and batch.tokens.shape == (1, 4, 14)  # so some share a row
     discount = np.array([0.9 * 0.98**3, 0.9 * 0.98**2, 0.98, 1])
-    for row, where in documents:
-        trained = where & (np.asarray(batch.loss_weights)[0, row] > 0)
-        np.testing.assert_allclose(np.asarray(batch.loss_weights)[0, row, trained], 1 / 4)
-        advantages = np.asarray(batch["advantages"])[0, row, trained]
+    for where in documents:
+        trained = where & (np.asarray(batch.loss_weights) > 0)
+        np.testing.assert_allclose(np.asarray(batch.loss_weights)[trained], 1 / 4)
+        advantages = np.asarray(batch["advantages"])[trained]
         np.testing.assert_allclose(advantages / advantages[-1], discount, rtol=1e-6)
         assert abs(advantages[-1]) == 0.5
 

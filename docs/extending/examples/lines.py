@@ -14,9 +14,6 @@ from jaxtrain.config.references import build
 from jaxtrain.config.schema import ExperimentConfig
 from jaxtrain.data.packing import Document
 from jaxtrain.data.sources.base import SourceTools
-from jaxtrain.recipes.sft import supervised
-from jaxtrain.training.loop import run_phase
-from jaxtrain.training.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +32,8 @@ class Lines:
         return [line for line in Path(self.path).read_text(encoding="utf-8").splitlines() if line]
 
     def open(self, tools: SourceTools) -> list[Document]:
-        tokenizer = tools.tokenizer
-        ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in self.texts()]
-        rows = [np.array(row[: self.longest], np.int32) for row in ids]
+        encode, end = tools.tokenizer.encode, tools.tokenizer.eos_token_id
+        rows = [np.array([*encode(text), end][: self.longest], np.int32) for text in self.texts()]
         return [Document(tokens=row, loss_weights=np.ones(len(row), np.float32)) for row in rows]
 
 
@@ -50,6 +46,10 @@ class Pretraining(ExperimentConfig):
 
 
 def run(config: Pretraining, run_dir: Path) -> None:
+    from jaxtrain.recipes.sft import supervised  # here, so that a config is checked without them
+    from jaxtrain.training.loop import run_phase
+    from jaxtrain.training.run import open_run
+
     texts = build("source", config.plenty.source, where="plenty.source").texts
     with open_run(config, run_dir, texts=texts) as opened:
         state, progress = opened.restore_or_initialize()
