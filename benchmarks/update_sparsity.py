@@ -34,15 +34,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from jaxtrain.huggingface.saved import open_model
-from jaxtrain.losses.objectives import policy
 from safetensors.numpy import save_file
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.losses.policies.double_sided import DoubleSided
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build
+from jaxtrain.training.saved import open_model
 from rollout_bridge import delta
 from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization import host
@@ -133,22 +133,23 @@ def sample(model: Model, *, rows: int, length: int, seed: int) -> Batch:
     advantages = jnp.broadcast_to((reward - reward.mean())[:, None], (rows, length))
     weights = jnp.ones((rows, length)).at[:, -1].set(0.0)
     return Batch(
-        tokens=tokens,
-        targets=targets,
-        loss_weights=weights,
-        segment_ids=segments,
-        positions=positions,
-        behavior_logprobs=logprobs.reshape(rows, length),
-        advantages=advantages,
-        temperature=jnp.ones((rows, length)),
-        versions=jnp.zeros((rows, length), jnp.int32),
+        {
+            "tokens": tokens,
+            "targets": targets,
+            "loss_weights": weights,
+            "segment_ids": segments,
+            "positions": positions,
+            "behavior_logprobs": logprobs.reshape(rows, length),
+            "advantages": advantages,
+            "temperature": jnp.ones((rows, length)),
+        }
     )
 
 
 def directions(model: Model, batch: Batch, config: OptimizerConfig, *, steps: int) -> tuple[Params, Params]:
     """(parameters, direction of the next step at learning rate 1) after `steps` on halves of `batch`."""
     optimizer = build(config, model.params)
-    loss = policy(eps_low=0.5, eps_high=1.0)
+    loss = DoubleSided()
 
     @jax.jit
     def advance(params: Params, state: optax.OptState, part: Batch) -> tuple[Params, optax.OptState]:

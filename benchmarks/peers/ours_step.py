@@ -15,16 +15,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.training.trainer import compile_apply, compile_programs, initial_state, place
 from turns import Turns
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
-from jaxtrain.models.definition import define
 from jaxtrain.models.flops import training_flops
-from jaxtrain.optim.optimizer import Method, OptimizerConfig, build
-from jaxtrain.training import trainer
+from jaxtrain.optim.optimizer import Method, OptimizerConfig
+from jaxtrain.training.build import trainable
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.programs import train_step
 from sharding.mesh import MeshSpec
 
 SHAPE = json.loads(sys.argv[1])
@@ -35,44 +35,33 @@ def batch() -> Batch:
     """One microbatch of whole rows of random tokens."""
     shape = (1, SHAPE["rows"], SHAPE["sequence"])
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (*shape[:2], shape[2] + 1), np.int32)
-    ones, zeros = np.ones(shape, np.float32), np.zeros(shape, np.float32)
     return Batch(
-        tokens=tokens[..., :-1],
-        targets=tokens[..., 1:],
-        loss_weights=ones,
-        segment_ids=np.ones(shape, np.int32),
-        positions=np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy(),
-        behavior_logprobs=zeros,
-        advantages=zeros,
-        temperature=ones,
-        versions=np.full(shape, -1, np.int32),
+        {
+            "tokens": tokens[..., :-1],
+            "targets": tokens[..., 1:],
+            "loss_weights": np.ones(shape, np.float32),
+            "segment_ids": np.ones(shape, np.int32),
+            "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy(),
+        }
     )
 
 
 def main() -> None:
     turns = Turns()
-    definition = define(ModelConfig.from_hf(SHAPE, compute_dtype="float32"))
-    mesh = MeshSpec(ici={"data": 1}).build(jax.devices()[:1])
-    optimizer = build(
-        OptimizerConfig(matrices=Method.adamw, lm_head=Method.adamw), trainer.sharded_shapes(definition, mesh)
+    built = trainable(
+        ModelConfig.from_hf(SHAPE, compute_dtype="float32"),
+        MeshSpec(ici={"data": 1}).build(jax.devices()[:1]),
+        OptimizerConfig(matrices=Method.adamw, lm_head=Method.adamw),
+        clip_norm=1.0,
     )
-    placement = place(definition, optimizer, mesh)
-    programs = compile_programs(
-        definition,
-        optimizer,
-        placement,
-        loss_function=next_token,
-        metric_names=NEXT_TOKEN_METRICS,
-        step=compile_apply(optimizer, placement, clip_norm=1.0),
-    )
-    state = initial_state(definition, optimizer, placement, seed=0)
+    programs = built.programs(NextToken(), rows=SHAPE["rows"], sequence_length=SHAPE["sequence"])
+    values = ScheduledValues(learning_rate=3e-5, router_bias_rate=1e-3, balance_weight=0.0, mtp_weight=0.0)
+    state = built.initial_state(seed=0)
     data, compiled, violation = batch(), 0, 0.0
 
     def step() -> None:
         nonlocal state, compiled, violation
-        state, report = trainer.train_step(
-            programs, placement, state, data, learning_rate=3e-5, router_bias_rate=1e-3, balance_weight=0.0
-        )
+        state, report = train_step(programs, built.placement, state, data, values)
         compiled, violation = compiled + report.compilations, report.values["load_violation"]
 
     square = jnp.ones((MATMUL, MATMUL), jnp.float32)
@@ -100,7 +89,7 @@ def main() -> None:
         compile_s=compile_s,
         version=jax.__version__,
         parameters=sum(value.size for value in state.params.values()),
-        flops_per_token=training_flops(definition).at_length(SHAPE["sequence"]),
+        flops_per_token=training_flops(built.definition).at_length(SHAPE["sequence"]),
     )
     turns.serve(step, facts)
 

@@ -1,13 +1,25 @@
-"""The environment of a config, built first, so that a wrong task or option fails at once."""
+"""The code that a config names, built before anything heavy is: a wrong name or option fails at once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail
+from jaxtrain.config import references
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
 from jaxtrain.data.environments import open_environment
 from rollout_bridge.rollouts.environments.base import Environment, EnvironmentConfigError
+
+
+def check_named(config: ExperimentConfig, *, source: Path) -> None:
+    """Ends the command, naming `source`, if code that the config names is missing or has wrong options."""
+    if hasattr(config, "environment"):
+        environment_of(config, source=source)
+    try:
+        references.check(config)
+    except ConfigError as error:
+        fail("\n".join(f"{source}: {problem}" for problem in error.problems), status=WRONG_CONFIG)
 
 
 def environment_of(config: ExperimentConfig, *, source: Path) -> Environment:

@@ -32,10 +32,10 @@ def quickstart(
     finished run it prints the summary.
     """
     experiment = load_async(config, name, overrides)
-    from jaxtrain.commands.environment import environment_of
+    from jaxtrain.commands.environment import check_named
     from jaxtrain.config.errors import ConfigError
 
-    environment_of(experiment, source=config)
+    check_named(experiment, source=config)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return

@@ -43,17 +43,11 @@ def train(
     stopped. An async_grpo trainer waits for trajectories; `jaxtrain rollout` makes them.
     """
     experiment = load(config, name, overrides)
-    from jaxtrain.commands.environment import environment_of
-    from jaxtrain.config import references
+    from jaxtrain.commands.environment import check_named
     from jaxtrain.config.errors import ConfigError
     from jaxtrain.config.resume import claim_run
 
-    if hasattr(experiment, "environment"):
-        environment_of(experiment, source=config)
-    try:
-        references.check(experiment)
-    except ConfigError as error:
-        fail("\n".join(f"{config}: {problem}" for problem in error.problems), status=WRONG_CONFIG)
+    check_named(experiment, source=config)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return

@@ -70,6 +70,8 @@ def load_config(
     touched: list[tuple[str, ...]] = []
     for override in overrides:
         field, value = parse_override(override)
+        if field[0] not in values:
+            touched.append(field[:1])  # the section itself is not in the file
         _assign(values, field, value, override)
         touched.append(field)
 

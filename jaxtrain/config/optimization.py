@@ -245,6 +245,10 @@ class RlSection(PhaseSection):
         "what an answer is worth beside those to the same prompt",
         reference="advantage",
     )
+    average: Literal["tokens", "trajectories"] = setting(
+        "tokens",
+        "what the loss is a mean over; trajectories: each counts the same whatever its length, as in GSPO",
+    )
 
 
 class CheckpointSection(Section):

@@ -40,6 +40,7 @@ from jaxtrain.config.optimization import (
     EvaluationSection,
     FailureSection,
     OptimizerSection,
+    PhaseSection,
     RlSection,
     StageSection,
     SupervisedSection,
@@ -79,9 +80,19 @@ class ExperimentConfig(Section):
         return Path(self.runs_dir).absolute() / self.name
 
     @property
+    def phases(self) -> dict[str, PhaseSection]:
+        """The phases of the recipe, by field."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, PhaseSection)}
+
+    @property
     def microbatches(self) -> dict[str, BatchSection | StageSection]:
         """Every shape of a microbatch that the recipe trains on, by the field that gives it."""
-        return {"batch": self.batch}
+        staged = {name: getattr(phase, "stages", []) for name, phase in self.phases.items()}
+        shapes = {
+            f"{name}.stages.{i}": stage for name, stages in staged.items() for i, stage in enumerate(stages)
+        }
+        return shapes if shapes and all(staged.values()) else {"batch": self.batch} | shapes
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -104,6 +115,13 @@ class ExperimentConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        for name, phase in self.phases.items():
+            if isinstance(phase, SupervisedSection):
+                check_stages(name, phase, self.model)
+        return self
+
+    @model_validator(mode="after")
     def _clip_has_an_effect(self) -> Self:
         threshold = self.optimizer.muon.qk_clip
         if threshold is not None and self.model.decoder(vocab_size=1).use_qk_norm:
@@ -113,11 +131,6 @@ class ExperimentConfig(Section):
                 "weights and bounds the logits itself; set it to null",
             )
         return self
-
-
-def staged(section: str, phase: SupervisedSection) -> dict[str, BatchSection | StageSection]:
-    """The stages of a phase by field."""
-    return {f"{section}.stages.{index}": stage for index, stage in enumerate(phase.stages)}
 
 
 def check_stages(section: str, phase: SupervisedSection, model: ModelSection) -> None:
@@ -148,16 +161,6 @@ class SftConfig(ExperimentConfig):
     )
     sft: SupervisedSection = required("the supervised phase")
 
-    @property
-    def microbatches(self) -> dict[str, BatchSection | StageSection]:
-        """Those of the stages; the batch section's if there are none."""
-        return staged("sft", self.sft) or {"batch": self.batch}
-
-    @model_validator(mode="after")
-    def _stages_fit(self) -> Self:
-        check_stages("sft", self.sft, self.model)
-        return self
-
 
 class AsyncGrpoConfig(ExperimentConfig):
     """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""
@@ -179,18 +182,12 @@ class AsyncGrpoConfig(ExperimentConfig):
     processes: ProcessSection = section(ProcessSection, "composition on one machine")
 
     @property
-    def microbatches(self) -> dict[str, BatchSection | StageSection]:
-        """Those of RL and of the warm start's stages."""
-        return {"batch": self.batch} | staged("warm_start", self.warm_start)
-
-    @property
     def store_url(self) -> str:
         """The configured store, or the run's own directory."""
         return self.store if self.store is not None else f"file://{self.run_dir / 'store'}"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        check_stages("warm_start", self.warm_start, self.model)
         if self.trajectories.length_bins > self.batch.sequence_length:
             raise rejection(
                 "trajectories.length_bins",

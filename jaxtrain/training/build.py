@@ -5,9 +5,10 @@ Pure: nothing is read, allocated or compiled here, so commands and benchmarks ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -73,11 +74,14 @@ class Trainable:
             measure_noise=measure_noise,
         )
 
-    def initial_state(self, *, seed: int) -> TrainState:
-        """Random parameters and empty optimizer state, each created on its own shard."""
+    def initial_state(self, *, seed: int, further: Mapping[str, jax.Array] | None = None) -> TrainState:
+        """Random parameters and empty optimizer state, each created on its own shard.
+
+        further: the parameters of further models, on their shards.
+        """
         where = self.placement.state.model
         values = initialize(self.definition.config, seed=seed, shardings=where)
-        return state_of(values, self.optimizer, self.placement)
+        return state_of(values | dict(further or {}), self.optimizer, self.placement)
 
 
 def trainable(
@@ -87,10 +91,12 @@ def trainable(
     *,
     clip_norm: float,
     qk_clip: float | None = None,
+    further: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> Trainable:
     """`model` with its optimizer on `mesh`. Frozen parameters have no gradient and no state.
 
-    clip_norm: largest global gradient norm. qk_clip: largest attention logit, None for no clip.
+    clip_norm: largest global gradient norm. qk_clip: largest attention logit, None for no clip. further:
+    parameters of further models that losses read, such as a reference, as prefix/path with the model's paths.
     Raises `sharding.ShardingError` for sizes that do not divide, `ValueError` for an override that matches
     nothing.
     """
@@ -99,12 +105,12 @@ def trainable(
     choices = select(optimizer, shapes)
     frozen = frozenset(path for path, choice in choices.items() if choice.method is Method.frozen)
     transformation = build(optimizer, shapes)
-    placement = place(definition, transformation, mesh, frozen=frozen)
+    placement = place(definition, transformation, mesh, frozen=frozen, further=further)
     return Trainable(
         definition=definition,
         optimizer=transformation,
         placement=placement,
-        abstract=abstract_state(definition, transformation, frozen=frozen),
+        abstract=abstract_state(definition, transformation, frozen=frozen, further=further),
         step=compile_apply(
             transformation,
             placement,

@@ -88,8 +88,8 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
             }
             run.metrics.write(progress.step, row, phase=phase.name)
             run.save(state, progress)
-            run.agree_to_stop()
-            run.stop_if_asked(state, progress)
+            if run.agree_to_stop():
+                run.stop_now(state, progress)
     return state, progress
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from jaxtrain.config.division import undivided
 from jaxtrain.config.errors import ConfigError
@@ -22,7 +23,7 @@ from jaxtrain.training.build import Trainable, mesh_of, trainable_of
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.progress import Progress
-from jaxtrain.training.start import Start, open_start
+from jaxtrain.training.start import Start, Texts, open_start
 from jaxtrain.training.state import TrainState, state_of
 from rollout_bridge.errors import ExpectedError
 from sharding import processes
@@ -75,17 +76,20 @@ class Run:
         """Saves a checkpoint if one is due by the interval. force: in any case."""
         self.checkpoints.save(progress.step, state, progress.to_json(), force=force)
 
-    def agree_to_stop(self) -> None:
-        """Sets `stop` in every process if a signal has reached one. All call it, at the same step."""
-        if processes.any_of(self.stop.is_set(), name="stop"):
-            self.stop.set()
+    def agree_to_stop(self) -> bool:
+        """Whether a signal has reached any process. All call it, at the same step."""
+        return processes.any_of(self.stop.is_set(), name="stop")
 
     def stop_if_asked(self, state: TrainState, progress: Progress) -> None:
-        """Raises `Stopped` after a last checkpoint if a signal arrived."""
+        """Raises `Stopped` after a last checkpoint if a signal has reached this process."""
         if self.stop.is_set():
-            self.save(state, progress, force=True)
-            self.checkpoints.wait()
-            raise Stopped(f"stopped after step {progress.step}; the same command resumes there")
+            self.stop_now(state, progress)
+
+    def stop_now(self, state: TrainState, progress: Progress) -> NoReturn:
+        """Raises `Stopped` after a last checkpoint. All processes call it, at the same step."""
+        self.save(state, progress, force=True)
+        self.checkpoints.wait()
+        raise Stopped(f"stopped after step {progress.step}; the same command resumes there")
 
     def check_finite(self, progress: Progress, *, finite: bool) -> None:
         """Raises `TooManyNonFinite` past the limit. finite: whether the last step was."""
@@ -101,9 +105,17 @@ class Run:
             )
 
 
+def _prompts(config: ExperimentConfig) -> Texts | None:
+    """Of the config's environment, if it has one."""
+    return (lambda: prompts_of(open_environment(config))) if hasattr(config, "environment") else None
+
+
 @contextmanager
-def open_run(config: ExperimentConfig, run_dir: Path) -> Iterator[Run]:
-    """Opens everything and closes it at the end. Errors of the setup are raised before the first step."""
+def open_run(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None = None) -> Iterator[Run]:
+    """Opens everything; what cannot work fails here, before the first step. Closes it at the end.
+
+    texts: what a tokenizer is built from where none is given; None: the prompts of an environment.
+    """
     processes.initialize()
     mesh = mesh_of(config.mesh)
     if problems := undivided(config.model, config.microbatches, mesh.shape):
@@ -115,13 +127,7 @@ def open_run(config: ExperimentConfig, run_dir: Path) -> Iterator[Run]:
     )
     try:
         restored = checkpoints.latest()
-        has_prompts = getattr(config, "environment", None) is not None
-        start = open_start(
-            config,
-            run_dir,
-            resumed=restored is not None,
-            texts=(lambda: prompts_of(open_environment(config))) if has_prompts else None,
-        )
+        start = open_start(config, run_dir, resumed=restored is not None, texts=texts or _prompts(config))
         model = ModelConfig.from_hf(start.hf_config, **config.model.numerics)
         trainable = trainable_of(config.optimizer, model, mesh)
         stop = threading.Event()

@@ -116,7 +116,7 @@ def ensure_tokenizer(
     if processes.process_index() == 0 and not (directory / "tokenizer.json").exists():
         if texts is None:
             raise ConfigError(
-                ["tokenizer.path: missing; this recipe has no prompts to build a tokenizer from, name one"]
+                ["tokenizer.path: missing; this recipe has no texts to build a tokenizer from, name one"]
             )
         task_tokenizer.build(texts(), directory)
     processes.barrier("the tokenizer is built")

@@ -52,14 +52,22 @@ class StatePlacement:
 
 
 def abstract_state(
-    definition: Definition, optimizer: optax.GradientTransformation, *, frozen: frozenset[str] = frozenset()
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    *,
+    frozen: frozenset[str] = frozenset(),
+    further: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> TrainState:
-    """Shapes of the state; allocates nothing. frozen: paths of the model that are not trained."""
+    """Shapes of the state; allocates nothing.
+
+    frozen: paths of the model that are not trained. further: parameters of further models, which are not
+    trained either, by prefix/path.
+    """
     shapes = definition.shapes
     params = {path: s for path, s in shapes.items() if path not in definition.buffers | frozen}
     return TrainState(
         params=params,
-        frozen={path: shapes[path] for path in sorted(frozen)},
+        frozen={path: shapes[path] for path in sorted(frozen)} | dict(further or {}),
         buffers={path: shapes[path] for path in definition.buffers},
         optimizer=jax.eval_shape(optimizer.init, params),
     )
@@ -71,10 +79,15 @@ def place(
     mesh: Mesh | AbstractMesh,
     *,
     frozen: frozenset[str] = frozenset(),
+    further: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> StatePlacement:
-    """Shardings of state and batch. Raises `sharding.ShardingError` before anything is allocated."""
+    """Shardings of state and batch; a parameter of a further model lies as the model's own of that path.
+
+    Raises `sharding.ShardingError` before anything is allocated.
+    """
     where = parameter_shardings(definition, mesh)
-    abstract = abstract_state(definition, optimizer, frozen=frozen)
+    where |= {path: where[path.partition("/")[2]] for path in further or {}}
+    abstract = abstract_state(definition, optimizer, frozen=frozen, further=further)
     params, kept, buffers = (
         {path: where[path] for path in part} for part in (abstract.params, abstract.frozen, abstract.buffers)
     )

@@ -74,12 +74,14 @@ def inflate(data: bytes, size: int) -> bytes:
     try:
         announced = zstandard.get_frame_parameters(data).content_size
         if announced != size:
-            raise DeltaError(f"the blob announces {announced} bytes of values, {size} are due; it is damaged")
+            raise DeltaError(
+                f"the blob announces {announced} bytes of values, {size} are expected; it is damaged"
+            )
         content = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the compressed values are damaged: {error}") from error
     if len(content) != size:
-        raise DeltaError(f"the blob holds {len(content)} bytes of values, {size} are due; it is damaged")
+        raise DeltaError(f"the blob holds {len(content)} bytes of values, {size} are expected; it is damaged")
     return content
 
 

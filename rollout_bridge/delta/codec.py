@@ -31,7 +31,7 @@ from rollout_bridge.delta.classes import CLASSES, ClassRanks
 VERSION = 1
 _DENSE_FROM = 0.25  # changed fraction from which sending every value is tried
 _CLASSES_ARE_CHEAP = 1 << 16  # elements up to which telling classes apart costs no time worth saving
-_RARE = 256  # elements a change up to which the preset fast tells classes apart only if that saves much
+_RARE = 256  # elements a change; up to it the preset fast uses classes only if they save much
 _WORTH_A_PASS = 0.25  # part of the update that it has to save then
 _SAMPLE_RUNS, _SAMPLE_RUN = 8, 1 << 13
 _PLANES_FROM = 1 << 12  # changes from which planes may be shorter than a stream

@@ -30,7 +30,7 @@ MOST_CHANGES = 1 << 20
 _BYTE = 255
 _BLOCK = 1 << 20  # elements times classes of arrays looked at together: they stay within a core's cache
 _TIME_SHARE = {False: 0.004, True: 0.02}  # part of the update that one more class has to save, by `wide`
-_COUNT_BITS = 3.0  # about what it costs to say how much of one array changes in one more class
+_COUNT_BITS = 3.0  # about the cost of the number of changes of one array in one more class
 
 
 @dataclasses.dataclass(frozen=True)

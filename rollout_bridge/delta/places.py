@@ -18,7 +18,7 @@ from rollout_bridge.delta.directory import Directory
 
 FLAG_PARTITION = 1  # of a blob: there is more than one class
 _SAMPLE = 1 << 16  # changed elements from which a partition is chosen
-_SAMPLE_TO_CHOOSE = 1 << 13  # changed elements that say whether telling classes apart pays
+_SAMPLE_TO_CHOOSE = 1 << 13  # changed elements from which it is decided whether classes pay
 _MODEL_BITS = 18.0  # about what describing one more class costs
 _SORT_UP_TO = 24  # elements a change from which sorting the changes beats looking at every element
 _CHUNK = 1 << 19  # elements merged at once: they stay within a core's cache
@@ -77,7 +77,7 @@ def of_ranks(old_values: np.ndarray, new_values: np.ndarray, ranks: classes.Clas
 
 
 class Effort(enum.Enum):
-    """How many classes to tell apart: two, which takes little time, or all that make an update smaller."""
+    """How many classes to use: two, which takes little time, or all that make an update smaller."""
 
     two = enum.auto()
     all = enum.auto()
@@ -88,7 +88,7 @@ def by_class(
 ) -> ClassChanges:
     """The changes under the partition that makes the update of flat `old` smallest.
 
-    A large array gets more classes only where that saves enough to be worth the time.
+    A large array gets more classes only where they save enough to be worth the time.
     """
     start = classes.exponents_start(old)
     fine = classes.fine_classes(old_values, start)

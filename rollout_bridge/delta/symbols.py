@@ -87,8 +87,8 @@ def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Changes of float bit patterns (old != new) as integers of their dtype.
 
     0 is one representable number away from zero, 1 one towards zero (and past it), 2 two away, 3 two towards,
-    and so on, modulo the number of patterns. Decay and a moved scale then look the same whatever the sign of
-    a weight.
+    and so on, modulo the number of patterns. Decay and a moved scale then look the same for both signs
+    of a weight.
     """
     signed = np.dtype(f"i{old.dtype.itemsize}")
     difference = (_ordered(new) - _ordered(old)).view(signed)

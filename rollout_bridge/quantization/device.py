@@ -1,8 +1,8 @@
 """Block FP8 quantisation and change extraction on the accelerator: JAX twins of `host`, bit for bit.
 
 Everything is integer arithmetic on the bits (no float division, conversion or comparison), so CPU, GPU and
-TPU agree whatever they do with subnormals. The arrays are stacked, [..., out, in], and may be sharded over
-mesh axes of type Auto; the functions are pure and meant to be called under `jax.jit`.
+TPU agree although they treat subnormals differently. The arrays are stacked, [..., out, in], and may be
+sharded over mesh axes of type Auto; the functions are pure and meant to be called under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def diff_compact(codes: jax.Array, baseline: jax.Array, max_changes: int) -> Com
     """
     if codes.shape != baseline.shape or codes.dtype != baseline.dtype:
         raise ValueError(
-            f"diff_compact: codes {codes.dtype}{list(codes.shape)} and baseline "
-            f"{baseline.dtype}{list(baseline.shape)} differ in shape or dtype"
+            f"diff_compact compares arrays of one shape and dtype, found {codes.dtype}{list(codes.shape)} "
+            f"against a baseline of {baseline.dtype}{list(baseline.shape)}"
         )
     if codes.size >= 2**31:
         raise ValueError(f"{codes.size} elements are past int32 positions; pass the leading axis in parts")

@@ -1,6 +1,6 @@
 """A digest that each shard computes apart: the sum modulo 2**64 of mix(flat index, value bits).
 
-Because it is a sum, rectangles of a tensor add up to the tensor whatever the mesh, and a sparse change
+Because it is a sum, rectangles of a tensor add up to the tensor on every mesh, and a sparse change
 updates it. Any change of one element changes it for certain (mix is injective in the value); other
 differences escape with probability about 2**-64. It guards against faults, not against forgery: blobs carry a
 cryptographic hash besides.

@@ -113,7 +113,8 @@ class RolloutWorker:
         self._written_groups = self._written_segments = self._evaluations = 0
 
     async def run(self, stop: asyncio.Event | None = None) -> WorkerReport:
-        """Works until it has to end; then flushes finished groups, releases its claims and reports.
+        """Works until `stop` is set or the run is finished; then flushes finished groups, releases its claims
+        and reports.
 
         Raises `WorkerError` after a timeout, and errors of the store; its claims then expire.
         """

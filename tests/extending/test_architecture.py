@@ -6,8 +6,6 @@ Oracle: transformers' Mixtral.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,30 @@ from transformers import AutoModelForCausalLM
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.load import load_config
+from jaxtrain.config.model import MeshSection
+from jaxtrain.config.optimization import OptimizerSection
+from jaxtrain.data.packing import Document, pack
 from jaxtrain.huggingface.checkpoint import open_checkpoint
 from jaxtrain.huggingface.errors import HuggingFaceError
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
+from jaxtrain.training.build import mesh_of, trainable_of
 from jaxtrain.training.checkpoint_reader import CheckpointReader
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.programs import train_step
+from jaxtrain.training.saved import import_model, open_model
+from jaxtrain.training.state import state_of
 from rollout_bridge import architectures
 from rollout_bridge.architectures import REFERENCE
-from rollout_bridge.references import INHERITED, search_path
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format import run as runs
 from rollout_bridge.weights.format.chain import read_latest
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.subscriber import Subscriber
+from tests.extending.examples import EXAMPLES, jaxtrain
 from tests.jaxtrain.models.forward import forward, tokens_of
 from tests.jaxtrain.models.reference import random_model
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "docs" / "extending" / "examples"
 CONFIG = EXAMPLES / "mixtral.yaml"
 NAME = "mixtral:MIXTRAL"
 HF_CONFIG: dict[str, Any] = {
@@ -56,14 +61,6 @@ HF_CONFIG: dict[str, Any] = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
-
-
-@pytest.fixture(autouse=True)
-def found(monkeypatch):
-    """The example is found for a test, as beside its config file."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv(INHERITED, "")
-    search_path(EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -119,25 +116,6 @@ def test_a_published_config_json_names_no_code(published, tmp_path):
     assert "antigravity" not in sys.modules
 
 
-def jaxtrain(*arguments: str | Path, here: Path = EXAMPLES) -> None:
-    """The installed command, as typed in the directory `here`, which Python itself does not search."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(ROOT),
-        INHERITED: "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "jaxtrain", *map(str, arguments)],
-        cwd=here,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def loaded_by_transformers(directory: Path) -> None:
     """It is an ordinary directory: every tensor has its place, and nothing of ours is in config.json."""
     model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
@@ -146,6 +124,32 @@ def loaded_by_transformers(directory: Path) -> None:
     assert REFERENCE not in json.loads((directory / "config.json").read_text())
 
 
+def test_an_imported_directory_is_trained(published, tmp_path, one_device):
+    """The first loss is the one that transformers computes, and a step on the same tokens lowers it."""
+    directory, model = published
+    mesh = mesh_of(MeshSection())
+    imported = open_model(import_model(directory, tmp_path / "imported", mesh, architecture=NAME))
+    config = ModelConfig.from_hf(imported.hf_config, compute_dtype="float32")
+    trainable = trainable_of(OptimizerSection(), config, mesh)
+    placement, loss = trainable.placement, NextToken()
+    values = imported.load(trainable.definition.shapes, placement.state.model)
+    state = state_of(values, trainable.optimizer, placement)
+    tokens = tokens_of(np.random.default_rng(0), 2, 25)
+    documents = [Document(tokens=row, loss_weights=np.ones(25, np.float32)) for row in tokens]
+    batch = pack(documents, rows=2, sequence_length=24)
+    programs = trainable.programs(loss, rows=2, sequence_length=24)
+    scales = ScheduledValues(learning_rate=1e-2, router_bias_rate=0.0, balance_weight=0.0, mtp_weight=0.0)
+    state, first = train_step(programs, placement, state, batch, scales)
+    _, second = train_step(programs, placement, state, batch, scales)
+    ids = torch.tensor(tokens.astype(np.int64))
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss.item()
+    assert first.values["loss"] == pytest.approx(expected, rel=1e-4)
+    assert second.values["loss"] < first.values["loss"]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
 def test_trained_published_exported_and_imported(tmp_path):
     run = tmp_path / "mixtral"
     jaxtrain("quickstart", "--config", CONFIG, f"runs_dir={tmp_path}", here=tmp_path)
@@ -159,9 +163,9 @@ def test_trained_published_exported_and_imported(tmp_path):
     subscriber.advance()
     loaded_by_transformers(subscriber.mirror.materialize(tmp_path / "engine", "bf16"))
 
-    jaxtrain("export", run, tmp_path / "exported", "--format", "f32", "--architecture", NAME)
+    jaxtrain("export", run, tmp_path / "exported", "--format", "f32", "--architecture", NAME, here=EXAMPLES)
     loaded_by_transformers(tmp_path / "exported")
-    jaxtrain("import", tmp_path / "exported", tmp_path / "imported", "--architecture", NAME)
+    jaxtrain("import", tmp_path / "exported", tmp_path / "imported", "--architecture", NAME, here=EXAMPLES)
     config = load_config(CONFIG, [f"model={{checkpoint: {tmp_path / 'imported'}}}"])
     assert (config.model.architecture, config.model.moe_intermediate_size) == (NAME, 128)
     trained, imported = (CheckpointReader(d / "checkpoints") for d in (run, tmp_path / "imported"))

@@ -36,15 +36,15 @@ MUTANTS = (
     Mutant(
         name="foreign-manifest-accepted",
         file="rollout_bridge/weights/write/commit.py",
-        old="if not store.create(ref.key, data) and store.read(ref.key) != data:",
-        new="if not store.create(ref.key, data) and store.read(ref.key) is None:",
+        old="if not created and store.read(ref.key) != data:",
+        new="if not created and store.read(ref.key) is None:",
         test=f"{_PUBLISHER}::test_a_manifest_that_another_wrote_is_never_taken_for_this_trainers",
     ),
     Mutant(
         name="own-manifest-refused",
         file="rollout_bridge/weights/write/commit.py",
-        old="if not store.create(ref.key, data) and store.read(ref.key) != data:",
-        new="if not store.create(ref.key, data):",
+        old="if not created and store.read(ref.key) != data:",
+        new="if not created:",
         test=f"{_PUBLISHER}::test_a_manifest_that_the_store_took_and_then_refused_again_is_this_trainers",
     ),
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = (
         old="        except Exception:\n            self._view = None\n            raise\n",
         new="        except Exception:\n            raise\n",
         test=f"{_SUBSCRIBER}::test_a_reader_stopped_at_any_moment_of_an_update_is_one_version_again"
-        "[OSError-False-replace_file]",
+        "[OSError-False-write_whole]",
     ),
     Mutant(
         name="garbage-manifest-last",
@@ -111,24 +111,34 @@ MUTANTS = (
     Mutant(
         name="journal-not-synced",
         file="rollout_bridge/weights/read/journal.py",
-        old="        file.write(hasher.digest())\n        file.flush()\n        os.fsync(file.fileno())\n",
-        new="        file.write(hasher.digest())\n",
+        old="with whole_file(path, durable=True) as file:",
+        new="with whole_file(path) as file:",
         test=f"{_TESTS}/read/test_durability.py"
         "::test_what_a_mirror_would_recover_from_is_on_disk_before_it_is_needed[delta]",
     ),
     Mutant(
-        name="journal-ends-after-sync",
-        file="rollout_bridge/weights/read/journal.py",
-        old="        file.write(hasher.digest())\n        file.flush()\n        os.fsync(file.fileno())\n",
-        new="        file.flush()\n        os.fsync(file.fileno())\n        file.write(hasher.digest())\n",
+        name="file-synced-before-it-is-written",
+        file="rollout_bridge/files.py",
+        old="""\
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+""",
+        new="""\
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+            yield file
+""",
         test=f"{_TESTS}/read/test_durability.py"
         "::test_what_a_mirror_would_recover_from_is_on_disk_before_it_is_needed[delta]",
     ),
     Mutant(
-        name="journal-name-not-synced",
-        file="rollout_bridge/weights/read/journal.py",
-        old="        raise\n    os.replace(temporary, path)\n    sync_directory(path.parent)\n",
-        new="        raise\n    os.replace(temporary, path)\n",
+        name="name-of-a-file-not-synced",
+        file="rollout_bridge/files.py",
+        old="        raise\n    if durable:\n        sync_directory(path.parent)\n",
+        new="        raise\n",
         test=f"{_TESTS}/read/test_durability.py"
         "::test_what_a_mirror_would_recover_from_is_on_disk_before_it_is_needed[delta]",
     ),

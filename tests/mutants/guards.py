@@ -7,10 +7,10 @@ from tests.mutants.mutant import Mutant
 GROUP = "rollout_bridge/delta/group.py"
 PLANES = "rollout_bridge/delta/planes.py"
 TENSORS = "rollout_bridge/vllm_plugin/tensors.py"
-COMMIT = "rollout_bridge/weights/commit.py"
-MIRROR = "rollout_bridge/weights/mirror.py"
-SUBSCRIBER = "rollout_bridge/weights/subscriber.py"
-AGENT = "rollout_bridge/weights/agent.py"
+COMMIT = "rollout_bridge/weights/write/commit.py"
+MIRROR = "rollout_bridge/weights/read/mirror.py"
+SUBSCRIBER = "rollout_bridge/weights/read/subscriber.py"
+AGENT = "rollout_bridge/agent.py"
 CLAIMS = "rollout_bridge/trajectories/claims.py"
 GATE = "rollout_bridge/trajectories/gate.py"
 PLANNER = "rollout_bridge/trajectories/planner.py"
@@ -21,14 +21,13 @@ OUT_OF_RANGE = f"{HOSTILE}::test_integers_of_planes_are_in_range"
 ADD_UP = f"{HOSTILE}::test_the_changes_of_the_arrays_of_a_group_add_up"
 SCALES = "tests/vllm/test_mirror_tensors.py::test_a_scale_that_no_quantiser_makes_is_refused_by_name"
 PUBLISHER = (
-    "tests/rollout_bridge/weights/test_publisher_goes_on.py"
+    "tests/rollout_bridge/weights/write/test_goes_on.py"
     "::test_a_publication_goes_on_after_any_one_write_that_failed"
 )
 READER = (
-    "tests/rollout_bridge/weights/test_mirror_goes_on.py"
-    "::test_a_reader_goes_on_after_any_one_file_that_failed"
+    "tests/rollout_bridge/weights/read/test_goes_on.py::test_a_reader_goes_on_after_any_one_file_that_failed"
 )
-AGENTS = "tests/rollout_bridge/weights/test_agent.py"
+AGENTS = "tests/rollout_bridge/test_agent.py"
 TRAJECTORIES = "tests/rollout_bridge/trajectories"
 GOES_ON = f"{TRAJECTORIES}/test_goes_on.py"
 WORKERS = "tests/rollout_bridge/rollouts/test_worker.py"
@@ -140,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the-writer-forgets-a-version-whose-head-could-not-be-moved",
-        file="rollout_bridge/weights/writer.py",
+        file="rollout_bridge/weights/write/writer.py",
         old="""\
         self._moved(latest, manifest, patches)
         durable()
@@ -156,8 +155,8 @@ MUTANTS = (
     Mutant(
         name="a-reader-does-not-finish-a-move-that-failed",
         file=SUBSCRIBER,
-        old="        self.mirror.finish()\n        self._tell()\n",
-        new="        self._tell()\n",
+        old="        self._report()\n        self.mirror.recover()\n",
+        new="        self._report()\n",
         test=f"{READER}[delta-not-moved]",
     ),
     Mutant(

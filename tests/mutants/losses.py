@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-OBJECTIVES = "jaxtrain/losses/objectives.py"
+POLICIES = "jaxtrain/losses/policies/base.py"
+DOUBLE_SIDED = "jaxtrain/losses/policies/double_sided.py"
 STEP = "jaxtrain/training/step.py"
-TRAINER = "jaxtrain/training/trainer.py"
-POLICY = "tests/jaxtrain/losses/test_policy.py"
+PROGRAMS = "jaxtrain/training/programs.py"
+BALANCE = "jaxtrain/models/balance.py"
+POLICY = "tests/jaxtrain/losses/policies/test_base.py"
 APPLY = "tests/jaxtrain/training/test_apply.py"
 NEXT_TOKEN = "tests/jaxtrain/training/test_next_token_step.py"
 
@@ -15,44 +17,44 @@ MUTANTS = (
     # The policy gradient.
     Mutant(
         name="advantage-sign",
-        file=OBJECTIVES,
-        old="jnp.asarray(batch.advantages).reshape(-1)",
-        new="-jnp.asarray(batch.advantages).reshape(-1)",
+        file=POLICIES,
+        old='jnp.asarray(batch["advantages"]).reshape(-1)',
+        new='-jnp.asarray(batch["advantages"]).reshape(-1)',
         test=f"{POLICY}::test_a_step_raises_what_was_better_and_lowers_what_was_worse",
     ),
     Mutant(
         name="temperature-dropped",
-        file=OBJECTIVES,
-        old="temperature=jnp.asarray(batch.temperature),",
+        file=POLICIES,
+        old='temperature=jnp.asarray(batch["temperature"]),',
         new="temperature=None,",
         test=f"{POLICY}::test_a_step_raises_what_was_better_and_lowers_what_was_worse",
     ),
     Mutant(
         name="policy-mean-over-the-window-only",
-        file=OBJECTIVES,
-        old="loss=sums.loss,\n            weight=weights.sum(),",
-        new="loss=sums.loss,\n            weight=sums.inside,",
+        file=POLICIES,
+        old="weight=weights_N.sum(),",
+        new='weight=metrics["inside_fraction"],',
         test=f"{POLICY}::test_a_step_raises_what_was_better_and_lowers_what_was_worse",
     ),
     Mutant(
         name="window-ends-swapped",
-        file=OBJECTIVES,
-        old="eps_low=eps_low,\n            eps_high=eps_high,",
-        new="eps_low=eps_high,\n            eps_high=eps_low,",
+        file=DOUBLE_SIDED,
+        old="(ratio_N > 1.0 - self.eps_low) & (ratio_N < 1.0 + self.eps_high)",
+        new="(ratio_N > 1.0 - self.eps_high) & (ratio_N < 1.0 + self.eps_low)",
         test=f"{POLICY}::test_a_step_raises_what_was_better_and_lowers_what_was_worse",
     ),
     Mutant(
         name="mtp-trains-the-policy",
-        file=OBJECTIVES,
+        file=POLICIES,
         old='value if path.startswith("mtp/") else jax.lax.stop_gradient(value)',
         new="value",
         test=f"{POLICY}::test_mtp_layers_learn_beside_the_policy_and_leave_it_alone",
     ),
     Mutant(
         name="ratio-has-a-gradient",
-        file="jaxtrain/losses/policy_gradient.py",
-        old="jax.lax.stop_gradient(logprobs_N) - behavior_logprobs_N",
-        new="logprobs_N - behavior_logprobs_N",
+        file=DOUBLE_SIDED,
+        old="jax.lax.stop_gradient(tokens.logprobs_N) - tokens.behavior_logprobs_N",
+        new="tokens.logprobs_N - tokens.behavior_logprobs_N",
         test=f"{POLICY}::test_a_step_raises_what_was_better_and_lowers_what_was_worse",
     ),
     # The step.
@@ -81,7 +83,8 @@ MUTANTS = (
         name="skipped-step-moves-the-momentum",
         file=STEP,
         old="jnp.where(finite, new, old), changed, state)",
-        new="jnp.where(finite, new, old), changed, TrainState(state.params, state.buffers, optimizer_state))",
+        new="jnp.where(finite, new, old), changed, "
+        "TrainState(state.params, state.frozen, state.buffers, optimizer_state))",
         test=f"{APPLY}::test_a_step_that_cannot_be_made_changes_nothing",
     ),
     Mutant(
@@ -93,28 +96,28 @@ MUTANTS = (
     ),
     Mutant(
         name="metrics-divided-by-valid-tokens",
-        file=TRAINER,
+        file=PROGRAMS,
         old="float(total) / weight for name",
         new="float(total) / tokens for name",
         test=f"{POLICY}::test_values_are_means_over_all_trainable_tokens",
     ),
     Mutant(
         name="balance-denominator-dropped",
-        file=TRAINER,
-        old="balance_weight * float(np.sum(batch.loss_weights)) / max(tokens, 1)",
-        new="balance_weight",
+        file=PROGRAMS,
+        old="values.balance_weight * float(np.sum(batch.loss_weights)) / max(tokens, 1)",
+        new="values.balance_weight",
         test=f"{NEXT_TOKEN}::test_the_balance_loss_is_a_mean_over_valid_tokens_of_any_loss_weight",
     ),
     Mutant(
         name="balance-rows-alike",
-        file="jaxtrain/models/balance.py",
+        file=BALANCE,
         old=".sum(-1) @ valid_BS.sum(-1)",
         new=".sum(-1).mean() * valid_BS.sum()",
         test=f"{NEXT_TOKEN}::test_the_balance_loss_is_a_mean_over_valid_tokens_of_any_loss_weight",
     ),
     Mutant(
         name="mtp-bias-by-the-body-s-counts",
-        file=STEP,
+        file=BALANCE,
         old="rows = counts_LE[first : first + buffers[path].shape[0]]",
         new="rows = counts_LE[: buffers[path].shape[0]]",
         test=f"{NEXT_TOKEN}::test_each_correction_bias_moves_by_the_counts_of_its_own_layer",
@@ -128,8 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         name="mtp-weight-not-passed-on",
-        file=TRAINER,
-        old="mtp=np.float32(mtp_weight)",
+        file=PROGRAMS,
+        old="mtp=np.float32(values.mtp_weight)",
         new="mtp=np.float32(0.1)",
         test=f"{NEXT_TOKEN}::test_an_mtp_layer_moves_by_its_weight_times_its_mean_loss",
     ),
@@ -189,10 +192,10 @@ MUTANTS = (
     ),
     # Data, checkpoints, metrics.
     Mutant(
-        name="behavior-logprobs-of-the-token-before",
+        name="columns-of-targets-are-of-the-token-before",
         file="jaxtrain/data/packing.py",
-        old="document.behavior_logprobs[1:]",
-        new="document.behavior_logprobs[:-1]",
+        old='values[:-1] if column.of == "input" else values[1:]',
+        new="values[:-1]",
         test="tests/jaxtrain/data/test_packing.py::test_every_document_is_in_the_batch_once",
     ),
     Mutant(

@@ -44,6 +44,10 @@ class Sums:
         messages = ({"role": "user", "content": f"What is {a} + {b}? Answer with the number alone."},)
         return Task(index=index, name="sums", messages=messages, data={"sum": a + b})
 
+    def worked_answer(self, index: int) -> tuple[str, str]:
+        task = self.task(index)
+        return task.messages[0]["content"], str(task.data["sum"])
+
     def score(self, task: Task, answer: Answer) -> dict[str, float]:
         right = answer.text.strip() == str(task.data["sum"])
         return {"right": float(right), "length": -self.options.price * answer.tokens}

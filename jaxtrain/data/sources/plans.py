@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import grain
 import numpy as np
@@ -166,8 +166,9 @@ class _Iterator(grain.DatasetIterator[Packed]):
         self._plans.set_state({"step": self._step})
 
     def _packed(self, planned: PlannedStep, shape: BatchShape) -> Packed:
+        planning = self._planning
         batch = pack(
-            [document(row, self._planning.advantage) for row in planned.rows],
+            [document(row, planning.advantage, planning.config.rl.average) for row in planned.rows],
             rows=shape.rows,
             sequence_length=shape.sequence_length,
             columns=self._spec.columns,
@@ -180,9 +181,17 @@ class _Iterator(grain.DatasetIterator[Packed]):
         time.sleep(seconds)
 
 
-def document(row: Row, advantage: Advantage) -> Document:
-    """The document of a planned row; its loss covers trainable, fresh tokens."""
+def document(
+    row: Row, advantage: Advantage, average: Literal["tokens", "trajectories"] = "tokens"
+) -> Document:
+    """The document of a planned row; its loss covers trainable, fresh tokens.
+
+    average: what the loss is a mean over; of trajectories, the weights of each add up to 1.
+    """
     trajectory = row.trajectory
+    weights = row.mask.astype(np.float32)
+    if average == "trajectories":
+        weights /= max(weights.sum(), 1)
     columns: dict[str, np.ndarray | float] = {
         "behavior_logprobs": trajectory.behavior_logprobs,
         "advantages": advantage.of_tokens(trajectory, row.advantage),
@@ -190,7 +199,7 @@ def document(row: Row, advantage: Advantage) -> Document:
     }
     if trajectory.routed_experts is not None:
         columns["routed_experts"] = trajectory.routed_experts
-    return Document(tokens=trajectory.token_ids, loss_weights=row.mask.astype(np.float32), columns=columns)
+    return Document(tokens=trajectory.token_ids, loss_weights=weights, columns=columns)
 
 
 def trajectory_metrics(planned: PlannedStep) -> dict[str, float]:

@@ -201,7 +201,7 @@ class Manifest(_ManifestRecord):
         if (self.kind is Kind.DELTA or self.follows) and self.parent is None:
             raise ValueError("a delta names the version it is a delta on")
         if self.follows and self.kind is Kind.DELTA:
-            raise ValueError("only a full version can follow its parent beside what it is")
+            raise ValueError("only a full version can also list the change from its parent")
         if self.parent is not None and self.parent.version != self.version - 1:
             raise ValueError(f"parent of version {self.version} is version {self.parent.version}")
         for name, entry in self.tensors.items():

@@ -240,7 +240,7 @@ class Subscriber:
         view, last = self.mirror.view, links[-1]
         for name in last.manifest.tensors.keys() - set(names):
             if last.manifest.tensors[name].digest_value != view.state.digests[name]:
-                raise BrokenVersion(last.ref, f"tensor {name}", "its digest moved, but no blob says how")
+                raise BrokenVersion(last.ref, f"tensor {name}", "its digest changed, but no blob changes it")
         places = _places(view, names)
         batches = self._batches_of(self.mirror.directory / TENSORS, places, links, blobs)
         if self._here(places):

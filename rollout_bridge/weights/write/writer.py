@@ -219,7 +219,7 @@ class ChainWriter:
             if manifest.attempt != part.attempt:
                 raise StoreError(
                     f"version {latest.version} is attempt {manifest.attempt} of process 0, this process made "
-                    f"{part.attempt}: they have lost step. Restart the trainer"
+                    f"{part.attempt}: the processes are out of step. Restart the trainer"
                 )
             self._moved(latest, manifest, patches)
             durable()

@@ -51,17 +51,21 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
     [
         ("rl.steps=many", "rl.steps: 'many' is not a whole number in [0, inf)"),
         ("rl.steps=1.5", "rl.steps: 1.5 is not a whole number in [0, inf)"),
-        ("rl.eps_low=0", "rl.eps_low: 0 is not in (0, 1]"),
+        ("rl.mtp_weight=-1", "rl.mtp_weight: -1 is not in [0, inf)"),
         ("rl.learning_rate.peak=.nan", "rl.learning_rate.peak: nan is not a finite number"),
         ("rollouts.workers=true", "rollouts.workers: true is not a whole number in [1, inf)"),
-        ("trajectories.drop_no_signal=1", "trajectories.drop_no_signal: 1 is not true or false"),
+        ("weights.expert_parallel=1", "weights.expert_parallel: 1 is not true or false"),
         ("rollouts.engine=sglang", "rollouts.engine: 'sglang' is not one of embedded, vllm"),
         ("rollouts.server_port=70000", "rollouts.server_port: 70000 is not in [1, 65535]"),
         ("rollouts.server_args=[1]", "rollouts.server_args.0: 1 is not text"),
         ("trajectories.max_lga=2", "trajectories.max_lga: unknown key; did you mean 'max_lag'?"),
         ("max_lag=2", "max_lag: unknown key here; it is trajectories.max_lag"),
         ("sft.steps=2", "sft: unknown key; only recipe sft reads it"),
-        ("recipe=ppo", "recipe: 'ppo' is not a recipe; one of async_grpo, sft"),
+        (
+            "recipe=ppo",
+            "recipe: recipe 'ppo' is unknown. Known: async_grpo, sft. Write one of your own as module:Name, "
+            "where the module is a file beside the config file or is installed",
+        ),
         (
             "model.preset=glm",
             "model.preset: 'glm' is not one of nano, glm4_5_355b, glm4_5_air, qwen3_30b_a3b, smollm2_135m, "

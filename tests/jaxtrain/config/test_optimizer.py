@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from jaxtrain.training.context import optimizer_config, qk_clip_of
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.optim.muon import MuonConfig
 from jaxtrain.optim.newton_schulz import COEFFICIENTS, Algorithm, Normalization
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig
 from jaxtrain.optim.qk_clip import QkClip
+from jaxtrain.training.build import clip_of, optimizer_config
 from tests.jaxtrain.config.test_schema import quickstart
 
 
@@ -66,13 +66,13 @@ def test_every_set_of_coefficients_can_be_named(name: str) -> None:
 def test_qk_clip_knows_the_stacks_of_the_model() -> None:
     config = quickstart("model.use_qk_norm=false", "optimizer.muon.qk_clip=100")
     model = config.model.decoder(vocab_size=64)
-    clip = qk_clip_of(config.optimizer, model)
-    assert clip == QkClip(
+    assert config.optimizer.muon.qk_clip == 100.0
+    assert clip_of(model, 100.0) == QkClip(
         threshold=100.0,
         key_heads=model.num_key_value_heads,
         stacks=(("dense", model.first_k_dense_replace), ("moe", model.num_moe_layers)),
     )
-    assert qk_clip_of(quickstart().optimizer, model) is None
+    assert quickstart().optimizer.muon.qk_clip is None
 
 
 @pytest.mark.parametrize(

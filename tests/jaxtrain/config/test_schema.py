@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jaxtrain.rl.publication import writer_settings
 
 from jaxtrain.config.errors import ConfigError, walk_fields
 from jaxtrain.config.fleet import WeightSection
@@ -16,6 +15,7 @@ from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import MODEL_PRESETS
 from jaxtrain.config.resume import claim_run, differences
 from jaxtrain.config.schema import RECIPES, AsyncGrpoConfig, as_plain
+from jaxtrain.publishing.publication import writer_settings
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -1,6 +1,8 @@
-"""Packing loses nothing, never overlaps, and depends on nothing but the documents."""
+"""Packing loses nothing, never overlaps, and depends on nothing but the documents and the columns."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import numpy as np
@@ -8,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.batch import STANDARD, Column, microbatch_shapes
 from jaxtrain.data.packing import Document, PackingError, best_fit, pack
+from jaxtrain.losses.next_token import NextToken
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=30)
+
+
+COLUMNS = (
+    Column("index", "int32", -1, of="document"),
+    Column("versions", "int32", -1, of="target"),
+    Column("seen", "float32", 0.0, of="input"),
+)
 
 
 def documents_of(lengths: list[int]) -> list[Document]:
@@ -19,10 +30,12 @@ def documents_of(lengths: list[int]) -> list[Document]:
         Document(
             tokens=np.arange(n, dtype=np.int32) + 100 * i,
             loss_weights=rng.random(n).astype(np.float32),
-            behavior_logprobs=-rng.random(n).astype(np.float32),
-            versions=np.full(n, i, np.int32),
-            advantage=float(i),
-            temperature=0.5,
+            columns={
+                "index": i,
+                "versions": rng.integers(0, 9, n).astype(np.int32),
+                "seen": rng.random(n).astype(np.float32),
+                "of no loss": 1.0,
+            },
         )
         for i, n in enumerate(lengths)
     ]
@@ -32,41 +45,28 @@ def documents_of(lengths: list[int]) -> list[Document]:
 @settings(max_examples=60, deadline=None)
 def test_every_document_is_in_the_batch_once(lengths):
     documents = documents_of(lengths)
-    batch = pack(documents, rows=3, sequence_length=12)
-    rows = [np.asarray(x).reshape(-1, 12) for x in (batch.tokens, batch.targets, batch.segment_ids)]
-    found = {}
-    for tokens, targets, segments, *rest in zip(
-        *rows,
-        *(
-            np.asarray(getattr(batch, n)).reshape(-1, 12)
-            for n in (
-                "positions",
-                "loss_weights",
-                "versions",
-                "advantages",
-                "behavior_logprobs",
-                "temperature",
-            )
-        ),
-        strict=True,
-    ):
-        positions, weights, versions, advantages, behavior, temperature = rest
+    batch = pack(documents, rows=3, sequence_length=12, columns=COLUMNS)
+    assert batch.columns.keys() == {*STANDARD, "index", "versions", "seen"}
+    rows = {name: np.asarray(values).reshape(-1, 12) for name, values in batch.columns.items()}
+    found = set()
+    for row, segments in enumerate(rows["segment_ids"]):
         for segment in set(segments.tolist()) - {0}:
-            at = segments == segment
-            index = int(advantages[at][0])
+            at = {name: values[row][segments == segment] for name, values in rows.items()}
+            [index] = set(at["index"].tolist())
             assert index not in found
-            found[index] = True
+            found.add(index)
             document = documents[index]
-            np.testing.assert_array_equal(tokens[at], document.tokens[:-1])
-            np.testing.assert_array_equal(targets[at], document.tokens[1:])
-            np.testing.assert_array_equal(positions[at], np.arange(at.sum()))
-            np.testing.assert_array_equal(weights[at], document.loss_weights[1:])
-            np.testing.assert_array_equal(versions[at], document.versions[1:])
-            np.testing.assert_array_equal(behavior[at], document.behavior_logprobs[1:])
-            np.testing.assert_array_equal(temperature[at], document.temperature)
-    assert sorted(found) == list(range(len(documents)))
-    padding = np.asarray(batch.segment_ids) == 0
-    assert not np.asarray(batch.loss_weights)[padding].any()
+            np.testing.assert_array_equal(at["tokens"], document.tokens[:-1])
+            np.testing.assert_array_equal(at["targets"], document.tokens[1:])
+            np.testing.assert_array_equal(at["positions"], np.arange(len(document.tokens) - 1))
+            np.testing.assert_array_equal(at["loss_weights"], document.loss_weights[1:])
+            np.testing.assert_array_equal(at["versions"], document.columns["versions"][1:])
+            np.testing.assert_array_equal(at["seen"], document.columns["seen"][:-1])
+    assert found == set(range(len(documents)))
+    padding = rows["segment_ids"] == 0
+    assert not rows["loss_weights"][padding].any()
+    for column in COLUMNS:
+        assert (rows[column.name][padding] == column.fill).all()
 
 
 @given(LENGTHS)
@@ -84,23 +84,64 @@ def test_a_document_longer_than_a_row_is_refused_by_name():
         pack(documents_of([13]), rows=1, sequence_length=11)
 
 
-def test_routed_experts_travel_with_their_input_tokens():
-    """[T, layers, k] of T tokens: the last is no input; other documents and padding choose for themselves."""
+def test_values_of_inputs_may_have_axes_and_are_filled_where_a_document_has_none():
+    """[T, layers, k] of T tokens: the last is no input; other documents and padding get the fill."""
+    column = Column("experts", "int16", -1, of="input", shape=(2, 3))
     experts = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
     tokens, weights = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
-    known = Document(tokens=tokens, loss_weights=weights, routed_experts=experts)
+    known = Document(tokens=tokens, loss_weights=weights, columns={"experts": experts})
     unknown = Document(tokens=tokens[:3], loss_weights=weights[:3])
-    batch = pack([known, unknown], rows=2, sequence_length=6)
-    assert batch.routed_experts is not None and batch.routed_experts.shape == (1, 2, 6, 2, 3)
+    batch = pack([known, unknown], rows=2, sequence_length=6, columns=(column,))
+    assert batch["experts"].shape == (1, 2, 6, 2, 3) and batch["experts"].dtype == np.int16
     [microbatch] = batch.microbatches()
-    np.testing.assert_array_equal(microbatch.routed_experts[0, :3], experts[:3])
-    assert (microbatch.routed_experts[0, 3:] == -1).all() and (microbatch.routed_experts[1] == -1).all()
-    [without] = pack([unknown], rows=1, sequence_length=6).microbatches()
-    assert without.routed_experts is None
-    filled = pack([unknown], rows=2, sequence_length=6, routed_experts=(2, 3))
+    np.testing.assert_array_equal(microbatch["experts"][0, :3], experts[:3])
+    assert (microbatch["experts"][0, 3:] == -1).all() and (microbatch["experts"][1] == -1).all()
+    filled = pack([unknown], rows=2, sequence_length=6, columns=(column,))
     assert jax.tree.structure(filled) == jax.tree.structure(batch)  # one program for both
-    assert filled.routed_experts is not None and filled.routed_experts.shape == (1, 2, 6, 2, 3)
-    assert (filled.routed_experts == -1).all()
-    other = Document(tokens=tokens, loss_weights=weights, routed_experts=experts[:, :1])
-    with pytest.raises(PackingError, match=r"\[\(1, 3\), \(2, 3\)\]"):
-        pack([known, other], rows=2, sequence_length=6)
+    assert (filled["experts"] == -1).all()
+    shapes = microbatch_shapes((column,), rows=2, sequence_length=6)
+    assert {name: (x.shape, x.dtype) for name, x in shapes.items()} == {
+        name: (values.shape, values.dtype) for name, values in microbatch.columns.items()
+    }
+
+
+def test_a_number_holds_for_the_whole_document_whatever_it_is_of():
+    columns = tuple(Column(of, "float32", 0.0, of=of) for of in ("input", "target", "document"))
+    documents = [
+        Document(
+            tokens=np.arange(3, dtype=np.int32),
+            loss_weights=np.ones(3, np.float32),
+            columns=dict.fromkeys(("input", "target", "document"), value),
+        )
+        for value in (0.5, 2.0)
+    ]
+    batch = pack(documents, rows=1, sequence_length=5, columns=columns)
+    for column in columns:
+        assert batch[column.name].tolist() == [[[0.5, 0.5, 2.0, 2.0, 0.0]]]
+
+
+def test_a_column_that_is_not_declared_is_not_in_the_batch():
+    """So a batch of supervised training is the five standard columns, whatever its documents know."""
+    batch = pack(documents_of([5]), rows=1, sequence_length=4, columns=NextToken().columns)
+    assert list(batch.columns) == ["tokens", "targets", "loss_weights", "segment_ids", "positions"]
+    assert batch.get("versions") is None
+    for name, dtype in STANDARD.items():
+        assert batch[name].shape == (1, 1, 4) and batch[name].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        (Column("x", "int16", -1, of="input", shape=(2, 3)), np.zeros((4, 1, 3)), r"(4, 1, 3), expected"),
+        (Column("x", "int16", -1, of="input", shape=(2, 3)), 1.0, r"(), expected"),
+        (Column("x", "float32", 0, of="target"), np.zeros(3), r"(3,), expected"),
+        (Column("x", "float32", 0, of="document"), np.zeros(4), r"(4,), expected one number"),
+    ],
+)
+def test_a_column_of_another_shape_than_declared_is_named(column, values, expected):
+    tokens, weights = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
+    document = Document(tokens=tokens, loss_weights=weights, columns={"x": values})
+    with pytest.raises(
+        PackingError, match=re.escape(f"column x of a document of 4 tokens has shape {expected}")
+    ):
+        pack([document], rows=2, sequence_length=6, columns=(column,))

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from jaxtrain.huggingface.saved import export_model, import_model, open_model
 from transformers import AutoModelForCausalLM
 
 from jaxtrain.commands.export import shard_size
@@ -22,6 +21,7 @@ from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings
 from jaxtrain.training.checkpoint import CheckpointError
+from jaxtrain.training.saved import export_model, import_model, open_model
 from rollout_bridge.quantization import host
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.huggingface.directories import (

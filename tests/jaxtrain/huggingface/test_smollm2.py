@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jaxtrain.huggingface.saved import open_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import smollm2
@@ -18,6 +17,7 @@ from jaxtrain.inference import slots as device
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.sharding_rules import parameter_shardings
+from jaxtrain.training.saved import open_model
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.huggingface.directories import read, same_bytes
 

@@ -1,4 +1,4 @@
-"""Log-probabilities against the plain formula, and the policy gradient against hand calculation."""
+"""Log-probabilities of targets against the plain formula, and the memory they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain.losses.policy_gradient import double_sided_importance_sampling
 
 from jaxtrain.losses.token_logprobs import token_logprobs
 from jaxtrain.losses.weighted_nll import weighted_nll
@@ -125,35 +124,3 @@ def test_peak_memory_does_not_hold_all_logits():
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, targets).compile()
     all_logits = 4 * tokens * vocabulary
     assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 3
-
-
-def test_window_masks_tokens_and_weighs_the_rest_by_their_ratio():
-    """r = 1, 1.5, 2.5 (above 1 + 1), 0.4 (below 1 - 0.5).
-
-    The gradient of -r * A * log pi is -r * A inside, 0 outside.
-    """
-    behavior = jnp.log(jnp.array([0.2, 0.2, 0.2, 0.5]))
-    logprobs = jnp.log(jnp.array([0.2, 0.3, 0.5, 0.2]))
-    advantages = jnp.array([1.0, -2.0, 1.0, 1.0])
-    weights = jnp.ones(4)
-
-    def loss(logprobs):
-        return double_sided_importance_sampling(
-            logprobs, behavior, advantages, weights, eps_low=0.5, eps_high=1.0
-        )
-
-    sums = loss(logprobs)
-    assert float(sums.inside) == 2
-    assert float(sums.ratio) == pytest.approx(1 + 1.5 + 2.5 + 0.4)
-    assert float(sums.loss) == pytest.approx(-(1 * np.log(0.2) + 1.5 * -2 * np.log(0.3)))
-    gradient = jax.grad(lambda x: loss(x).loss)(logprobs)
-    np.testing.assert_allclose(gradient, [-1.0, 3.0, 0.0, 0.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(("low", "high", "inside"), [(0.5, 1.0, 1), (0.0, 1.0, 0), (0.5, 0.0, 0)])
-def test_the_window_is_open_at_both_ends(low, high, inside):
-    """r = 1, which every exponential function gives exactly: inside, at the lower end, at the upper end."""
-    sums = double_sided_importance_sampling(
-        jnp.zeros(1), jnp.zeros(1), jnp.ones(1), jnp.ones(1), eps_low=low, eps_high=high
-    )
-    assert float(sums.inside) == inside

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain.losses.objectives import next_token, policy
 
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses import mtp
-from jaxtrain.losses.mtp import Further, draft_loss, further
+from jaxtrain.losses.mtp import MtpTargets, draft_loss, mtp_targets
+from jaxtrain.losses.next_token import NextToken
+from jaxtrain.losses.policies.base import POLICY_COLUMNS
+from jaxtrain.losses.policies.double_sided import DoubleSided
 from jaxtrain.losses.target_logprobs import target_nll
 from jaxtrain.models.definition import define, initialize
 from jaxtrain.models.layers import Cache
@@ -39,7 +41,7 @@ def batch_of(*lengths: int, seed: int = 0):
         )
         for n in lengths
     ]
-    [batch] = pack(documents, rows=2, sequence_length=12).microbatches()
+    [batch] = pack(documents, rows=2, sequence_length=12, columns=POLICY_COLUMNS).microbatches()
     return batch
 
 
@@ -58,7 +60,7 @@ def test_what_depths_see_by_hand():
     ]
     [batch] = pack(documents, rows=1, sequence_length=7).microbatches()
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 6, 7, 0]]
-    ahead = further(batch, 2)
+    ahead = mtp_targets(batch, 2)
     assert ahead.tokens[0, 0, :6].tolist() == [2, 3, 4, 5, 7, 8]
     assert ahead.weights[0].tolist() == [[3, 4, 5, 0, 8, 0, 0]]
     assert ahead.targets[0, 0, [0, 1, 2, 4]].tolist() == [3, 4, 5, 8]
@@ -76,8 +78,8 @@ def test_without_mtp_the_model_has_the_same_bits(params):
         np.testing.assert_array_equal(full[path], value, err_msg=path)
     batch = batch_of(9, 8, 5)
     body = {path: value for path, value in params.items() if not path.startswith("mtp/")}
-    alone = jax.jit(lambda p: next_token(define(WITHOUT), p, batch))(body)
-    beside = jax.jit(lambda p: next_token(define(WITH), p, batch))(params)
+    alone = jax.jit(lambda p: NextToken()(define(WITHOUT), p, batch))(body)
+    beside = jax.jit(lambda p: NextToken()(define(WITH), p, batch))(params)
     assert alone.mtp is None
     np.testing.assert_array_equal(beside.loss, alone.loss)
     np.testing.assert_array_equal(beside.router.counts[: WITH.num_moe_layers], alone.router.counts)
@@ -109,7 +111,7 @@ def test_the_loss_is_the_mean_of_the_depths_over_the_logits_of_drafts(params):
         return jnp.stack(logits), caches
 
     hidden, loss = both(params)
-    ahead = further(batch, DEPTHS)
+    ahead = mtp_targets(batch, DEPTHS)
     expected = 0.0
     for row in range(2):
         for document in range(1, int(batch.segment_ids[row].max()) + 1):
@@ -134,14 +136,16 @@ def test_the_loss_is_the_mean_of_the_depths_over_the_logits_of_drafts(params):
 
 def test_tokens_without_weight_are_not_projected(params, monkeypatch):
     batch = batch_of(9, 8, 5)
-    ahead = Further(**{name: np.asarray(value) for name, value in vars(further(batch, DEPTHS)).items()})
+    ahead = MtpTargets(
+        **{name: np.asarray(value) for name, value in vars(mtp_targets(batch, DEPTHS)).items()}
+    )
     seen = []
 
     def watched(*arguments):
         seen.append(arguments[-1])
         return target_nll(*arguments)
 
-    monkeypatch.setattr(mtp, "further", lambda batch, depths: ahead)
+    monkeypatch.setattr(mtp, "mtp_targets", lambda batch, depths: ahead)
     monkeypatch.setattr(mtp, "target_nll", watched)
     hidden = jax.ShapeDtypeStruct((*batch.tokens.shape, WITH.hidden_size), jnp.float32)
     jax.eval_shape(lambda hidden: draft_loss(define(WITH), params, hidden, batch).loss, hidden)
@@ -159,8 +163,8 @@ def test_gradients_reach_every_mtp_parameter_and_in_rl_nothing_else(params):
     def gradients(loss):
         return jax.jit(jax.grad(lambda p: loss(definition, {**p, **buffers}, batch).mtp))(trained)
 
-    supervised = gradients(next_token)
+    supervised = gradients(NextToken())
     assert all(np.abs(gradient).max() > 0 for gradient in supervised.values())
-    reinforced = gradients(policy(eps_low=0.5, eps_high=1.0))
+    reinforced = gradients(DoubleSided())
     for path, gradient in reinforced.items():
         assert bool(np.abs(gradient).max() > 0) == path.startswith("mtp/"), path

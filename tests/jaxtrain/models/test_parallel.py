@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from jaxtrain.losses.objectives import next_token
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.base import REPLAYED
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.replay import CHOOSE
@@ -58,7 +59,7 @@ def program(definition):
     """Loss with the balance loss and MTP's, the experts' load, and gradients."""
 
     def objective(trained, buffers, batch):
-        out = next_token(definition, {**trained, **buffers}, batch)
+        out = NextToken()(definition, {**trained, **buffers}, batch)
         further = 0.0 if out.mtp is None else out.mtp
         return out.loss + BALANCE * (out.router.balance.sum() + further), out.router.counts
 
@@ -159,11 +160,11 @@ def test_mtp_and_replayed_experts_are_those_of_one_device():
     """Where further tokens and replayed experts of a document lie on two devices."""
     shape = (ROWS, LENGTH, WITH_MTP.num_moe_layers, WITH_MTP.num_experts_per_tok)
     ids = np.random.default_rng(2).integers(CHOOSE, WITH_MTP.n_routed_experts, shape)
-    replayed = dataclasses.replace(batch(), routed_experts=ids.astype(np.int16))
+    replayed = Batch(batch().columns | {REPLAYED: ids.astype(np.int16)})
     params = parameters(WITH_MTP)
     alone = program(define(WITH_MTP))
     wanted = alone(*arguments(params, WITH_MTP, replayed))
-    free = dataclasses.replace(batch(), routed_experts=np.full_like(replayed.routed_experts, CHOOSE))
+    free = Batch(batch().columns | {REPLAYED: np.full_like(replayed[REPLAYED], CHOOSE)})
     (_, free_counts), _ = alone(*arguments(params, WITH_MTP, free))
     assert (free_counts != wanted[0][1]).any()
     mesh = MeshSpec(ici={"expert": 2, "fsdp": 2, "context": 2}).build()

@@ -8,23 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.training.trainer import (
-    compile_apply,
-    compile_programs,
-    initial_state,
-    place,
-    sharded_shapes,
-    train_step,
-)
 
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models import attention_logits
 from jaxtrain.models.attention_logits import max_logits
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define, initialize
-from jaxtrain.optim.optimizer import OptimizerConfig, build
+from jaxtrain.optim.optimizer import OptimizerConfig
 from jaxtrain.optim.qk_clip import QkClip, head_factors
+from jaxtrain.training.build import trainable
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.programs import train_step
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
@@ -103,33 +98,30 @@ def test_clipped_heads_of_the_first_layer_reach_the_threshold_and_the_others_sta
 def test_a_step_clips_by_the_logits_of_its_whole_batch():
     """Two microbatches on two devices, in steps of learning rate 0."""
     mesh = MeshSpec(ici={"fsdp": 2}).build(jax.devices()[:2])
-    definition = DEFINITION
-    optimizer = build(OptimizerConfig(), sharded_shapes(definition, mesh))
-    placement = place(definition, optimizer, mesh)
-    clip = QkClip(threshold=1e-3, key_heads=2, stacks=STACKS)
-    programs = compile_programs(
-        definition,
-        optimizer,
-        placement,
-        loss_function=next_token,
-        metric_names=NEXT_TOKEN_METRICS,
-        step=compile_apply(optimizer, placement, clip_norm=1.0, qk_clip=clip),
+    built = trainable(
+        dataclasses.replace(MODEL, measure_max_logits=False),
+        mesh,
+        OptimizerConfig(),
+        clip_norm=1.0,
+        qk_clip=1e-3,
     )
+    assert built.definition == DEFINITION  # it measures what it clips
+    programs = built.programs(NextToken(), rows=2, sequence_length=32)
     rng = np.random.default_rng(0)
     documents = [
         Document(tokens=rng.integers(0, 128, 16).astype(np.int32), loss_weights=np.ones(16, np.float32))
         for _ in range(8)
     ]
     batch = pack(documents, rows=2, sequence_length=32)
-    state = initial_state(definition, optimizer, placement, seed=0)
+    state = built.initial_state(seed=0)
     first, second = (
         logits_of(jax.device_get({**state.params, **state.buffers}), b.tokens, b.positions, b.segment_ids)
         for b in batch.microbatches()
     )
+    clip = QkClip(threshold=1e-3, key_heads=2, stacks=STACKS)
     expected = clip.apply(jax.device_get(state.params), jnp.maximum(first, second))
-    stepped, report = train_step(
-        programs, placement, state, batch, learning_rate=0.0, router_bias_rate=0.0, balance_weight=0.0
-    )
+    still = ScheduledValues(learning_rate=0.0, router_bias_rate=0.0, balance_weight=0.0, mtp_weight=0.0)
+    stepped, report = train_step(programs, built.placement, state, batch, still)
     assert report.values["max_logit"] == pytest.approx(float(jnp.maximum(first, second).max()), rel=1e-5)
     for path, value in stepped.params.items():
         np.testing.assert_allclose(value, expected[path], rtol=1e-4, atol=1e-7)

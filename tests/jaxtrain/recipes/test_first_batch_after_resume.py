@@ -46,7 +46,7 @@ OVERRIDES = [
     f"batch={{rows: 8, sequence_length: {LENGTH}}}",
     "checkpoint={every_steps: 1, keep: 9}",
     # A batch of the trainer's own version, or none.
-    "trajectories={max_lag: 0, drop_no_signal: false}",
+    "trajectories={max_lag: 0, filters: []}",
     "environment={held_out_prompts: 8}",
     "evaluation={prompts: 8}",
     "rollouts={max_tokens: 12, slots: 16, group_size: 4, outstanding_groups: 16, segment_groups: 2}",

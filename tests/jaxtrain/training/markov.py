@@ -15,24 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtrain.training.trainer import (
-    Placement,
-    Programs,
-    compile_apply,
-    compile_programs,
-    place,
-    state_of,
-    train_step,
-)
 
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import Batch, microbatch_shapes
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.base import Loss
+from jaxtrain.losses.policies.base import POLICY_COLUMNS
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
-from jaxtrain.training.step import LossFunction, TrainState
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.programs import Programs, compile_apply, compile_programs, train_step
+from jaxtrain.training.state import StatePlacement, TrainState, abstract_state, place, state_of
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
+ROWS, SEQUENCE_LENGTH = 2, 3
 HIDDEN = 2.0  # the one channel of a final hidden state that is not 0
 # Surprise of a token after token d, in bits: 1 of the token d + 1, 2 of d + 2, 3 of d + 3 and of d itself.
 BITS = np.array([[3, 1, 2, 3], [3, 3, 1, 2], [2, 3, 3, 1], [1, 2, 3, 3]])
@@ -65,7 +61,7 @@ DEFINITION = define(
 @dataclass(frozen=True)
 class Setup:
     programs: Programs
-    placement: Placement
+    placement: StatePlacement
     state: TrainState
 
 
@@ -89,16 +85,16 @@ def parameters() -> dict[str, jax.Array]:
     return {path: jnp.asarray(value) for path, value in values.items()}
 
 
-def compiled(loss_function: LossFunction, metric_names: tuple[str, ...]) -> Setup:
+def compiled(loss: Loss) -> Setup:
     """Programs of one loss on one device, with clipping far above every gradient here."""
     optimizer = optax.scale(-1.0)
     placement = place(DEFINITION, optimizer, MeshSpec(ici={"fsdp": 1}).build(jax.devices()[:1]))
     programs = compile_programs(
         DEFINITION,
-        optimizer,
         placement,
-        loss_function=loss_function,
-        metric_names=metric_names,
+        abstract_state(DEFINITION, optimizer),
+        loss=loss,
+        microbatch=microbatch_shapes(POLICY_COLUMNS, rows=ROWS, sequence_length=SEQUENCE_LENGTH),
         step=compile_apply(optimizer, placement, clip_norm=1e6),
     )
     return Setup(programs, placement, state_of(parameters(), optimizer, placement))
@@ -117,17 +113,17 @@ def document(
     return Document(
         tokens=np.array(tokens, np.int32),
         loss_weights=np.array([0, *given], np.float32),
-        behavior_logprobs=None
-        if behavior_logprobs is None
-        else np.array([0, *behavior_logprobs], np.float32),
-        advantage=advantage,
-        temperature=temperature,
+        columns={
+            "behavior_logprobs": np.array([0, *(behavior_logprobs or [0] * len(given))], np.float32),
+            "advantages": advantage,
+            "temperature": temperature,
+        },
     )
 
 
 def batch(*documents: Document) -> Batch:
-    """Microbatches of 2 rows, each of 3 predictions."""
-    return pack(documents, rows=2, sequence_length=3)
+    """Microbatches of 2 rows, each of 3 predictions, with the columns of policies."""
+    return pack(documents, rows=ROWS, sequence_length=SEQUENCE_LENGTH, columns=POLICY_COLUMNS)
 
 
 def step(
@@ -140,16 +136,18 @@ def step(
     mtp_weight: float = 0.0,
 ) -> Step:
     """From the chain's own parameters."""
-    before = {**setup.state.params, **setup.state.buffers}
+    before = setup.state.model
     state, report = train_step(
         setup.programs,
         setup.placement,
         jax.tree.map(jnp.copy, setup.state),
         batch,
-        learning_rate=learning_rate,
-        router_bias_rate=router_bias_rate,
-        balance_weight=balance_weight,
-        mtp_weight=mtp_weight,
+        ScheduledValues(
+            learning_rate=learning_rate,
+            router_bias_rate=router_bias_rate,
+            balance_weight=balance_weight,
+            mtp_weight=mtp_weight,
+        ),
     )
-    after = {**state.params, **state.buffers}
-    return Step({path: np.asarray(after[path]) - np.asarray(before[path]) for path in before}, report.values)
+    moved = {path: np.asarray(state.model[path]) - np.asarray(value) for path, value in before.items()}
+    return Step(moved, report.values)

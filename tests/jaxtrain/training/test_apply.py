@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.training.step import StepInputs, StepMetrics, Sums, TrainState, apply
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import StepInputs, StepMetrics, Sums, apply
 
 BODY, MTP = "moe/mlp/router/correction_bias", "mtp/layer/mlp/router/correction_bias"
 # With momentum, so that a step changes the optimizer's state too.
@@ -19,6 +20,7 @@ def state(momentum: float = 0.0) -> TrainState:
     params = {"w": jnp.array([1.0, 2.0])}
     return TrainState(
         params=params,
+        frozen={"kept": jnp.array([3.0])},
         buffers={BODY: jnp.zeros((1, 2)), MTP: jnp.zeros((2, 2))},
         optimizer=jax.tree.map(lambda x: x + momentum, OPTIMIZER.init(params)),
     )

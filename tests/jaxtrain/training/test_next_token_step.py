@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
 
+from jaxtrain.losses.next_token import NextToken
 from tests.jaxtrain.training import markov
 from tests.jaxtrain.training.markov import BITS, ENTROPY, HIDDEN, PROBABILITIES
 
@@ -14,7 +14,7 @@ BODY, MTP = "moe/mlp/router", "mtp/layer/mlp/router"
 
 @pytest.fixture(scope="module")
 def setup() -> markov.Setup:
-    return markov.compiled(next_token, NEXT_TOKEN_METRICS)
+    return markov.compiled(NextToken())
 
 
 def test_a_step_is_the_mean_over_token_weight_of_all_microbatches(setup):

@@ -9,29 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain.losses.objectives import NEXT_TOKEN_METRICS, next_token
-from jaxtrain.training.trainer import (
-    compile_apply,
-    compile_programs,
-    host_values,
-    initial_state,
-    place,
-    sharded_shapes,
-    train_step,
-)
 
-from jaxtrain.data.batch import Batch
+from jaxtrain.data.batch import STANDARD, Batch
 from jaxtrain.data.packing import Document, pack
+from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.optim.noise_scale import estimate
-from jaxtrain.optim.optimizer import OptimizerConfig, build
+from jaxtrain.optim.optimizer import OptimizerConfig
+from jaxtrain.training.build import trainable
+from jaxtrain.training.phase import ScheduledValues
+from jaxtrain.training.programs import host_values, train_step
 from jaxtrain.training.step import LossScales, StepMetrics
 from sharding.mesh import MeshSpec
 from sharding.tree import shard
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
-DEFINITION = define(ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32"))
+MODEL = ModelConfig.from_hf(HF_CONFIG, compute_dtype="float32")
+DEFINITION = define(MODEL)
 BIAS = "moe/mlp/router/correction_bias"
 
 
@@ -46,27 +41,22 @@ def documents(count: int) -> list[Document]:
     ]
 
 
-def trainer(axes: dict[str, int], *, measure_noise: bool = False):
+def trainer(axes: dict[str, int], *, rows: int = 2, measure_noise: bool = False):
     mesh = MeshSpec(ici=axes).build(jax.devices()[: int(np.prod(list(axes.values())))])
-    optimizer = build(OptimizerConfig(), sharded_shapes(DEFINITION, mesh))
-    placement = place(DEFINITION, optimizer, mesh)
-    programs = compile_programs(
-        DEFINITION,
-        optimizer,
-        placement,
-        loss_function=next_token,
-        metric_names=NEXT_TOKEN_METRICS,
-        step=compile_apply(optimizer, placement, clip_norm=1.0),
-        measure_noise=measure_noise,
-    )
-    return programs, placement, initial_state(DEFINITION, optimizer, placement, seed=0)
+    built = trainable(MODEL, mesh, OptimizerConfig(), clip_norm=1.0)
+    programs = built.programs(NextToken(), rows=rows, sequence_length=48, measure_noise=measure_noise)
+    return programs, built.placement, built.initial_state(seed=0)
 
 
 def one_step(setup, batch, *, weight=0.01, rate=1e-2):
     programs, placement, state = setup
     fresh = jax.tree.map(jnp.copy, state)
     return train_step(
-        programs, placement, fresh, batch, learning_rate=rate, router_bias_rate=1e-3, balance_weight=weight
+        programs,
+        placement,
+        fresh,
+        batch,
+        ScheduledValues(learning_rate=rate, router_bias_rate=1e-3, balance_weight=weight, mtp_weight=0.0),
     )
 
 
@@ -119,10 +109,9 @@ def test_memory_does_not_grow_with_the_batch(single):
 def test_the_noise_scale_is_that_of_the_microbatches_and_changes_nothing(single):
     """The norm of each microbatch's gradient is the one it reports as a batch of its own."""
     batch = pack(documents(24), rows=2, sequence_length=48)
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     norms, weights = [], []
     for index in range(3):
-        alone = Batch(**{n: None if v is None else v[index : index + 1] for n, v in fields.items()})
+        alone = Batch({name: values[index : index + 1] for name, values in batch.columns.items()})
         report = one_step(single, alone, weight=0.0)[1].values
         weights.append(report["weight"])
         norms.append(report["gradient_norm"] * report["weight"])
@@ -145,14 +134,20 @@ def test_the_loss_is_the_mean_over_weighted_tokens(single):
     batch = pack(documents(6), rows=4, sequence_length=32)
     _, report = one_step(single, batch, weight=0.0)
     _, _, state = single
+
+    @jax.jit
+    def logits(ids):
+        model = DEFINITION.bind({**state.params, **state.buffers})
+        hidden, _ = model(ids, jnp.arange(16)[None], jnp.asarray(ids >= 0, jnp.int32))
+        return model.logits(hidden)[0]
+
     total = weight = 0.0
     for document in documents(6):
-        ids = jnp.asarray(document.tokens)[None]
-        positions = jnp.arange(ids.shape[1])[None]
-        model = DEFINITION.bind({**state.params, **state.buffers})
-        hidden, _ = model(ids, positions, jnp.ones_like(ids))
-        logprobs = jax.nn.log_softmax(model.logits(hidden)[0, :-1])
-        chosen = np.asarray(logprobs)[np.arange(ids.shape[1] - 1), document.tokens[1:]]
+        size = len(document.tokens) - 1
+        ids = np.full((1, 16), -1, np.int32)  # padding comes after the document
+        ids[0, :size] = document.tokens[:-1]
+        logprobs = np.asarray(jax.nn.log_softmax(logits(ids)))[:size]
+        chosen = logprobs[np.arange(size), document.tokens[1:]]
         total -= float((chosen * document.loss_weights[1:]).sum())
         weight += float(document.loss_weights[1:].sum())
     assert report.values["loss"] == pytest.approx(total / weight, rel=1e-5)
@@ -191,8 +186,7 @@ def test_counts_of_tokens_are_exact_where_float32_has_no_odd_numbers(single):
     count = 2**24 + 1
     assert int(np.float32(count)) != count
     row = np.broadcast_to(np.int32(1), (1, 1, count))
-    fields = {field.name: row for field in dataclasses.fields(Batch)} | {"routed_experts": None}
-    assert Batch(**fields).valid_tokens() == count
+    assert Batch(dict.fromkeys(STANDARD, row)).valid_tokens() == count
     programs, _, _ = single
     scalar = np.float32(1)
     names = {field.name: scalar for field in dataclasses.fields(StepMetrics)}
@@ -205,7 +199,7 @@ def test_a_non_finite_batch_changes_nothing(single):
     batch = pack(documents(6), rows=4, sequence_length=32)
     weights = np.array(batch.loss_weights)
     weights[0, 0, 3] = np.nan
-    poisoned = dataclasses.replace(batch, loss_weights=weights)
+    poisoned = Batch(batch.columns | {"loss_weights": weights})
     state, report = one_step(single, poisoned)
     assert not report.finite
     before = single[2]
@@ -217,7 +211,7 @@ def test_a_non_finite_batch_changes_nothing(single):
 def test_a_mesh_trains_like_one_device(single, axes):
     batch = pack(documents(24), rows=8, sequence_length=48)
     expected, expected_report = one_step(single, batch)
-    setup = trainer(axes)
+    setup = trainer(axes, rows=8)
     state, report = one_step(setup, batch)
     assert report.values["loss"] == pytest.approx(expected_report.values["loss"], rel=1e-5)
     for path, value in expected.params.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -123,6 +124,14 @@ class TwoTurns(CopyEnvironment):
 
     def score(self, task: Task, answer: Answer) -> float:  # type: ignore[override]
         return float(len(answer.turns))
+
+
+class Endless(CopyEnvironment):
+    """Its episodes begin, take a turn and then wait for ever."""
+
+    async def episode(self, task, policy, limits):  # type: ignore[override]
+        await policy.turn(policy.begin(task, limits))
+        await asyncio.Event().wait()
 
 
 class Raising(CopyEnvironment):

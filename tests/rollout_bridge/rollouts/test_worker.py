@@ -30,10 +30,10 @@ from rollout_bridge.trajectories import accounting
 from rollout_bridge.trajectories.claims import ClaimBook, grant
 from rollout_bridge.trajectories.log import LogReader, read_segment
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
-from rollout_bridge.trajectories.schema import Status
-from rollout_bridge.trajectories.selection import SelectionSettings
+from rollout_bridge.trajectories.schema import Status, group_id
 from tests.rollout_bridge.failing import FailsOnce
-from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Options, Raising, TwoTurns
+from tests.rollout_bridge.rollouts.copying import CopyEnvironment, Endless, Options, Raising, TwoTurns
+from tests.rollout_bridge.trajectories.conftest import selection_settings
 
 SETTINGS = WorkerSettings(
     run_seed=5,
@@ -155,11 +155,8 @@ def test_a_claim_is_complete_no_sooner_than_all_of_it_is_written(
     """Of two groups both are begun and one is never answered: it is given to the next worker."""
 
     class Once(make_engine):
-        calls = 0
-
         async def generate(self, requests):
-            self.calls += 1
-            if self.calls > 1:
+            if requests[0].affinity != group_id(0):
                 await asyncio.Event().wait()
             return await super().generate(requests)
 
@@ -243,6 +240,16 @@ def test_an_episode_that_raises_is_tried_again_then_recorded(store, engine, toke
     assert by_index[0].metadata["detail"] == "RuntimeError: the environment is broken"
     assert by_index[1].seed == derive_seed(5, 1, 0, 1 << 10), "another seed than that of the first try"
     assert (by_index[1].status, by_index[2].status) == (Status.OK, Status.OK)
+
+
+def test_an_episode_that_does_not_end_is_a_timeout_with_what_was_generated(store, engine, tokenizer) -> None:
+    grant(store, 1)
+    options = replace(SETTINGS, group_size=1, episode_seconds=2.0, temperature=0.0)
+    work(store, engine, Endless(), tokenizer, written(store, 1), options=options)
+    [row] = rows(store)
+    assert (row.status, row.metadata["detail"]) == (Status.TIMEOUT, "the episode took over 2 s")
+    assert tokenizer.decode(row.token_ids, skip_special_tokens=False) == "?t0=t0<eos>"
+    assert [request.prompt_ids for request in engine.asked] == [row.token_ids[:4].tolist()], "not tried again"
 
 
 def test_an_answer_that_never_comes_costs_its_group_while_others_are_answered(
@@ -548,7 +555,7 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     store = Store.open(url, probe=False)
     groups, now, step = 9, [1000.0], 0
     grant(store, groups)
-    selection = SelectionSettings(target_trajectories=6)
+    selection = selection_settings(6 * 7)  # six of 4 tokens of prompt, 2 of answer and the end
     environment = CopyEnvironment()
 
     def plan_some(count: int) -> None:
@@ -624,12 +631,11 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     """The first segment is written at the end; with another group in it, it could be in the log twice."""
 
     class InOrder(make_engine):
-        first, failing = True, asyncio.Event()
+        failing = asyncio.Event()
 
         async def generate(self, requests):
-            if not self.first:
+            if requests[0].affinity != group_id(0):
                 await self.failing.wait()
-            self.first = False
             return await super().generate(requests)
 
     class Slow(FailsOnce):
@@ -651,7 +657,7 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     async def main():
         nonlocal loop, worker
         loop = asyncio.get_running_loop()
-        worker = RolloutWorker(slow, engine, environment, tokenizer, SETTINGS, "w")
+        worker = worker_of(slow, engine, environment, tokenizer)
         with pytest.raises(StoreError, match="injected"):
             await asyncio.wait_for(worker.run(asyncio.Event()), PATIENCE)
 

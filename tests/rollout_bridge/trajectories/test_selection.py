@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import uuid
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.rl.filters.no_signal import NoSignal
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import accounting, segment
 from rollout_bridge.trajectories.claims import granted
@@ -29,6 +31,7 @@ from rollout_bridge.trajectories.plan import (
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status
 from rollout_bridge.trajectories.selection import SelectionSettings, SelectionState, select
+from tests.rollout_bridge.trajectories.conftest import TOKENS, selection_settings
 
 OK, BAD = Status.OK, Status.ENVIRONMENT_FAILURE
 
@@ -49,9 +52,8 @@ def test_a_plan_by_hand(store, make_group) -> None:
     write(make_group(2, rewards=[0, 1, 1], statuses=[OK, BAD, BAD], versions=[[6]] * 3, created_at=3))
     write(make_group(3, rewards=[1, 1], versions=[[6], [6]], created_at=4))
     write(make_group(0, rewards=[1, 0], versions=[[6], [6]], created_at=9))  # a second copy of group 0
-    settings = SelectionSettings(
-        target_trajectories=5, gate=Gate(max_lag=2, min_fresh_fraction=0.5), drop_no_signal=False
-    )
+    # 4 + 4 + 3 + 3 + 3 tokens: the five slots of groups 0 and 1, and no more.
+    settings = selection_settings(17, gate=Gate(max_lag=2, min_fresh_fraction=0.5))
     plan = planner(store, settings).plan(7, 6, timeout=0)
     # Group 0: member 2 is stale; member 1, with the oldest version, comes first. All four make the mean 0.5.
     # Group 1: member 0 stands in for the failed one. Group 2: a third is left, discarded. Group 3 waits.
@@ -84,16 +86,63 @@ def test_a_plan_by_hand(store, make_group) -> None:
 
 def test_no_signal_is_dropped_if_asked(store, make_group) -> None:
     SegmentWriter(store, "w").append([*make_group(0, rewards=[1, 1]), *make_group(1, rewards=[0, 1])])
-    plan = planner(store, SelectionSettings(target_trajectories=2, drop_no_signal=True)).plan(0, 0, timeout=0)
+    plan = planner(store, selection_settings(2 * TOKENS, filters=(NoSignal(),))).plan(0, 0, timeout=0)
     assert ids(plan) == ["00000001/0", "00000001/1"]
     assert [row.group_id for row in plan.drops["no_signal"]] == ["00000000"] * 2
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keeps those of the highest reward among the members it is given."""
+
+    reason: str
+
+    def keep(self, members, *, version):
+        return [ref.reward == max(other.reward for other in members) for ref in members]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Keeps members of odd number, from version 1 on."""
+
+    reason: str = "even_member"
+
+    def keep(self, members, *, version):
+        return [version == 0 or ref.member % 2 == 1 for ref in members]
+
+
+def test_filters_drop_by_their_own_reasons_each_on_what_those_before_it_left(store, make_group) -> None:
+    """Rewards 0 1 2 3: of the odd members 1 and 3 the best is 3. The advantage is over all four, mean 1.5."""
+    SegmentWriter(store, "w").append(make_group(0, rewards=[0, 1, 2, 3], versions=[[1, 1, 1]] * 4))
+    options = selection_settings(TOKENS, filters=(Odd(), Best("beaten"), Best("never")))
+    plan = planner(store, options).plan(0, 1, timeout=0)
+    assert [(row.trajectory_id, row.advantage) for row in plan.rows] == [("00000000/3", 1.5)]
+    stored = read_plan(store, 0)
+    assert stored is not None
+    assert {reason: [row.trajectory_id for row in rows] for reason, rows in stored.drops.items()} == {
+        "even_member": ["00000000/0", "00000000/2"],
+        "beaten": ["00000000/1"],
+    }
+    counts = accounting.count(store)
+    assert counts.adds_up and counts.dropped == {"even_member": 2, "beaten": 1}
+
+
+def test_a_filter_sees_the_trainers_version(store, make_group) -> None:
+    SegmentWriter(store, "w").append(make_group(0))
+    refs = LogReader(store).poll()
+    options = selection_settings(2 * TOKENS, filters=(Odd(),))
+    drops = [
+        select(refs, step=0, version=version, state=SelectionState(), settings=options).drops
+        for version in (0, 1)
+    ]
+    assert [list(found) for found in drops] == [[], ["even_member"]]
 
 
 def test_experts_of_another_model_are_dropped_by_name(store, make_group) -> None:
     """Groups of odd number have experts [tokens, 3 layers, 2 each], those of even number none."""
     SegmentWriter(store, "w").append([*make_group(0, rewards=[0, 1]), *make_group(1, rewards=[0, 1])])
-    right = SelectionSettings(target_trajectories=4, routed_experts=(3, 2))
-    wrong = SelectionSettings(target_trajectories=2, routed_experts=(4, 2))
+    right = selection_settings(4 * TOKENS, routed_experts=(3, 2))
+    wrong = selection_settings(2 * TOKENS, routed_experts=(4, 2))
     refs = LogReader(store).poll()
     taken = select(refs, step=0, version=0, state=SelectionState(), settings=right)
     assert taken.plan is not None and not taken.drops and len(taken.plan.rows) == 4
@@ -104,7 +153,7 @@ def test_experts_of_another_model_are_dropped_by_name(store, make_group) -> None
 
 def test_token_target_is_a_capacity(store, make_group) -> None:
     # Lengths 2 + 3 = 5 each; 12 tokens hold two, and the third shows that the step is full.
-    settings = SelectionSettings(target_tokens=12)
+    settings = selection_settings(12)
     writer = SegmentWriter(store, "w")
     writer.append(make_group(0))
     with pytest.raises(PlanTimeoutError, match="10 of 12 tokens"):
@@ -119,7 +168,9 @@ def test_each_step_draws_evenly_from_length_bins_over_time(store, make_group) ->
     writer = SegmentWriter(store, "w")
     for index in range(6):
         writer.append(make_group(index, rewards=[0, 1, 0], lengths=[1, 1, 20], created_at=index))
-    made = planner(store, SelectionSettings(target_trajectories=3, length_bin_edges=(10,)))
+    # Trajectories of 3 and 22 tokens: 47 hold short, long, short with no room for a long, then long, short,
+    # long exactly.
+    made = planner(store, selection_settings(47, length_bin_edges=(10,)))
     plans = [made.plan(step, 0, timeout=0) for step in range(4)]
     assert len({name for plan in plans for name in ids(plan)}) == 12, "no trajectory twice"
     longs = [sum(row.tokens > 10 for row in plan.rows) for plan in plans]
@@ -131,11 +182,11 @@ def test_each_step_draws_evenly_from_length_bins_over_time(store, make_group) ->
 def test_selection_is_pure_uses_each_row_once_and_adds_up(make_group, data) -> None:
     """Random groups, copies, failures and steps; a planner restarted at random makes the same plans."""
     store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
-    options = SelectionSettings(
-        target_trajectories=data.draw(st.integers(1, 6)),
+    options = selection_settings(
+        data.draw(st.integers(3, 30)),  # trajectories have 3, 5, 6 and 10 tokens
         gate=Gate(max_lag=1, min_fresh_fraction=0.5),
         boundary=data.draw(st.sampled_from(list(Boundary))),
-        drop_no_signal=data.draw(st.booleans()),
+        filters=data.draw(st.sampled_from([(), (NoSignal(),)])),
         length_bin_edges=(5, 8),
     )
     writers = [SegmentWriter(store, name) for name in "ab"]
@@ -168,14 +219,17 @@ def test_selection_is_pure_uses_each_row_once_and_adds_up(make_group, data) -> N
             refs, step=step, version=version, state=state, settings=options, segment_rows=rows
         ).plan
         assert again.to_bytes() == plan.to_bytes() == store.read(plan_key(step))
-        assert len(plan.rows) == options.target_trajectories
+        state.record(plan)
+        left = [ref.tokens for ref in refs if (ref.segment, ref.row) not in state.settled]
+        room = options.target_tokens - plan.tokens
+        assert room == 0 or room > 0 and any(tokens > room for tokens in left), "full, and not too full"
         step += 1
     counts = accounting.count(store)
     assert counts.adds_up and counts.missing == 0 and counts.plans == step
 
 
 def test_an_existing_plan_is_read_not_made(store, make_group) -> None:
-    options = SelectionSettings(target_trajectories=2)
+    options = selection_settings(2 * TOKENS)
     SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
     first = planner(store, options).plan(0, 0, timeout=0)
     restarted = planner(store, options)
@@ -185,7 +239,7 @@ def test_an_existing_plan_is_read_not_made(store, make_group) -> None:
 
 
 def test_a_gap_in_the_plans_is_an_error(store, make_group) -> None:
-    made = planner(store, SelectionSettings(target_trajectories=2))
+    made = planner(store, selection_settings(2 * TOKENS))
     SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
     made.plan(5, 0, timeout=0)
     with pytest.raises(PlanError, match=r"plans/00000004.json is missing .* --discard-plans-after 3"):
@@ -193,7 +247,7 @@ def test_a_gap_in_the_plans_is_an_error(store, make_group) -> None:
 
 
 def test_discarded_plans_return_their_trajectories(store, make_group) -> None:
-    options = SelectionSettings(target_trajectories=2)
+    options = selection_settings(2 * TOKENS)
     SegmentWriter(store, "w").append([row for index in range(3) for row in make_group(index)])
     made = planner(store, options)
     before = [made.plan(step, 0, timeout=0) for step in range(3)]
@@ -205,7 +259,7 @@ def test_discarded_plans_return_their_trajectories(store, make_group) -> None:
 
 def test_a_plan_whose_segment_is_gone_or_changed_says_the_way_out(store, make_group) -> None:
     key = SegmentWriter(store, "w").append(make_group(0))
-    plan = planner(store, SelectionSettings(target_trajectories=2)).plan(3, 0, timeout=0)
+    plan = planner(store, selection_settings(2 * TOKENS)).plan(3, 0, timeout=0)
     assert [row.trajectory_id for _, row in load_rows(store, plan)] == ids(plan)
     data = store.read(key)
     store.delete(key)
@@ -227,7 +281,7 @@ def test_damaged_plans_are_named(store) -> None:
 
 
 def test_credits_follow_what_is_settled_so_drops_do_not_starve_workers(store, make_group) -> None:
-    made = planner(store, SelectionSettings(target_trajectories=2, drop_no_signal=True), outstanding=3)
+    made = planner(store, selection_settings(2 * TOKENS, filters=(NoSignal(),)), outstanding=3)
     assert made.open_credits() == 3 == granted(store)
     writer = SegmentWriter(store, "w")
     writer.append(make_group(0, rewards=[0, 1]))
@@ -242,7 +296,7 @@ def test_quarantined_rows_are_counted_and_do_not_hold_credits(store, make_group)
     SegmentWriter(store, "w").append([*make_group(0), *make_group(1)])
     misplaced = segment.encode([*make_group(5), *make_group(6)], writer="w", sequence=0)
     store.put("trajectories/odd@name/00000000.parquet", misplaced)
-    made = planner(store, SelectionSettings(target_trajectories=1), outstanding=1)
+    made = planner(store, selection_settings(TOKENS), outstanding=1)
     made.plan(0, 0, timeout=0)
     assert list(made.quarantined) == ["trajectories/odd@name/00000000.parquet"]
     assert granted(store) == 2 + 1, "two groups lost, two live, one may be outstanding"
@@ -251,7 +305,9 @@ def test_quarantined_rows_are_counted_and_do_not_hold_credits(store, make_group)
 
 
 def test_wrong_settings_name_the_field() -> None:
-    with pytest.raises(ValueError, match="exactly one"):
-        SelectionSettings()
+    with pytest.raises(ValueError, match="target_tokens 0 must be at least 1"):
+        selection_settings(0)
     with pytest.raises(ValueError, match=r"min_valid_fraction: 2 "):
-        SelectionSettings(target_tokens=1, min_valid_fraction=2)
+        selection_settings(1, min_valid_fraction=2)
+    with pytest.raises(ValueError, match=r"length_bin_edges: \(8, 8\) must ascend strictly"):
+        selection_settings(1, length_bin_edges=(8, 8))

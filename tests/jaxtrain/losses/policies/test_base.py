@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from jaxtrain.losses.objectives import POLICY_METRICS, policy
 
+from jaxtrain.losses.policies.double_sided import DoubleSided
 from tests.jaxtrain.training import markov
 from tests.jaxtrain.training.markov import HIDDEN, PROBABILITIES
 
@@ -16,7 +16,7 @@ INSIDE, OUTSIDE = 1.75, 0.4  # of the window (0.5, 2); of (0, 1.5) it would be t
 
 @pytest.fixture(scope="module")
 def setup() -> markov.Setup:
-    return markov.compiled(policy(eps_low=0.5, eps_high=1.0), POLICY_METRICS)
+    return markov.compiled(DoubleSided(eps_low=0.5, eps_high=1.0))
 
 
 def rollouts():

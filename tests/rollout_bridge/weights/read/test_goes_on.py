@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,16 +13,17 @@ import pytest
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.manifest import QUARANTINE_PREFIX
 from rollout_bridge.weights.read.mirror import Mirror
+from rollout_bridge.weights.read.mirror_view import TENSORS
 from rollout_bridge.weights.read.subscriber import Subscriber
 from tests.rollout_bridge.failing import Renames
 from tests.rollout_bridge.weights import chains, tiny
 
-# The version a reader holds, the one it moves to while a file fails, how it decodes, and the broken versions.
+# The version a reader holds, the one it moves to while a file fails, and the broken versions.
 MOVES = {
-    "first-version": (0, 1, {}, ()),
-    "delta": (3, 4, {}, ()),
-    "delta-in-parts": (3, 4, {"decoders": 2, "inline_bytes": 0}, ()),
-    "full-version": (1, 3, {}, (2,)),
+    "first-version": (0, 1, ()),
+    "delta": (3, 4, ()),
+    "delta-in-parts": (3, 4, ()),
+    "full-version": (1, 3, (2,)),
 }
 
 
@@ -45,12 +47,15 @@ def close(reader: Subscriber) -> None:
 
 
 def reader_of(move: str, directory: Path) -> Subscriber:
-    held, _, options, broken = MOVES[move]
+    held, _, broken = MOVES[move]
     if held:
         reader = tiny.subscriber(published(broken), directory)
         reader.advance(held)
         close(reader)
-    return tiny.subscriber(published(broken), directory, **options)
+    reader = tiny.subscriber(published(broken), directory, decoders=1)
+    if move == "delta-in-parts":
+        vars(reader)["_here"] = lambda places: False  # as large models are, but by this process
+    return reader
 
 
 @functools.cache
@@ -73,7 +78,7 @@ def test_a_reader_goes_on_after_any_one_file_that_failed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, target, _, broken = MOVES[move]
+    held, target, broken = MOVES[move]
     files = files_of(move)
     assert "version.json" in files
     for at, name in enumerate(files):
@@ -83,6 +88,14 @@ def test_a_reader_goes_on_after_any_one_file_that_failed(
             reader.advance(target)
         monkeypatch.undo()
         assert renames.names == [*files[: at + 1]]
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-left")
+        left = Mirror(
+            tmp_path / f"{name}-left"
+        )  # a restart now finds a whole version, the one before or after
+        assert left.version in (held or None, target) and (left.version is None or left.verify())
+        left.close()
+        after = Renames()
+        monkeypatch.setattr(os, "replace", after)
         for number in range(target, target + 4):
             update = reader.advance(number)
             # The move that failed may have been finished first; then nothing is newer.
@@ -90,7 +103,9 @@ def test_a_reader_goes_on_after_any_one_file_that_failed(
             assert reader.mirror.version == number and reader.mirror.verify()
             tiny.assert_holds(reader, chains.TREES[number])
         assert [ref.version for ref in reader.broken] == [*broken], "no good version is called broken"
-        assert "emptied" not in caplog.text, "nothing that was held is fetched again"
+        assert "emptied" not in caplog.text
+        assert TENSORS in files or TENSORS not in after.names, "nothing that was held is fetched again"
+        monkeypatch.undo()
         close(reader)
         again = Mirror(tmp_path / name)  # a restart finds the same
         assert again.version == target + 3 and again.verify()

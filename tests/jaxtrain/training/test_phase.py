@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from jaxtrain.training.phases import batch_ramp, scheduled_values, stage_at, stages
 
-from jaxtrain.config.optimization import BatchSection, SupervisedPhase
+from jaxtrain.config.optimization import BatchSection, SupervisedSection
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
+from jaxtrain.training.phase import batch_ramp, scheduled_values, stage_at, stages
 from tests.jaxtrain.models.tiny import HF_CONFIG
 
 TRILLION, BILLION, MILLION = 10**12, 10**9, 10**6
 BATCH = BatchSection(rows=8, sequence_length=64)
 
 
-def phase(**fields) -> SupervisedPhase:
-    return SupervisedPhase.model_validate(
+def phase(**fields) -> SupervisedSection:
+    return SupervisedSection.model_validate(
         {
             "steps": 1,
             "learning_rate": {"peak": 2.5e-4, "warmup_tokens": "1B"},
@@ -76,7 +76,7 @@ def test_a_stage_changes_shape_and_base_at_its_boundary(definition):
                 {"tokens": 0, "rows": 8, "sequence_length": 32, "rope_theta": 1e4},
                 {"tokens": "15T", "rows": 2, "sequence_length": 128, "rope_theta": 1e6},
             ]
-        ),
+        ).stages,
         BATCH,
         definition,
     )
@@ -91,6 +91,6 @@ def test_a_stage_changes_shape_and_base_at_its_boundary(definition):
 
 
 def test_without_stages_the_batch_section_holds(definition):
-    (stage,) = stages(phase(), BATCH, definition)
+    (stage,) = stages(phase().stages, BATCH, definition)
     assert (stage.rows, stage.sequence_length) == (8, 64)
     assert stage.definition is definition

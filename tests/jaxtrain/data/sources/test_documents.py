@@ -1,0 +1,189 @@
+"""Packed documents: pure in their state, also behind the thread that reads ahead."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+
+import grain
+import numpy as np
+import pytest
+
+from jaxtrain.data.packing import Document, PackingError
+from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed, prefetching
+from jaxtrain.data.sources.documents import packed
+
+PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
+
+
+@dataclass
+class Numbers:
+    """Document i is i repeated 3 to 8 times; those of `missing` are None."""
+
+    count: int = 30
+    missing: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Document | None:
+        if index in self.missing:
+            return None
+        size = 3 + index % 6
+        return Document(tokens=np.full(size, index, np.int32), loss_weights=np.ones(size, np.float32))
+
+
+def spec(shape_at=None, interrupted=lambda: False) -> BatchSpec:
+    """One microbatch of 2 rows of 12 for the first 60 tokens, then three."""
+    growing = shape_at or (lambda tokens: BatchShape(1 if tokens < 60 else 3, 2, 12))
+    return BatchSpec(shape_at=growing, columns=(), steps=1000, interrupted=interrupted)
+
+
+def contents(batch) -> list:
+    return [values.tolist() for values in batch.columns.values()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list:
+    batches = iter(packed(Numbers(), seed=1, spec=spec()))
+    return [contents(next(batches).batch) for _ in range(12)]
+
+
+def test_the_batch_follows_the_shape_of_the_tokens_handed_out(uninterrupted):
+    tokens, microbatches = 0, []
+    for columns in uninterrupted:
+        segments = np.asarray(columns[3])
+        assert segments.shape[0] <= (1 if tokens < 60 else 3) and segments.shape[1:] == (2, 12)
+        microbatches.append(segments.shape[0])
+        tokens += int((segments > 0).sum())
+    assert set(microbatches[-6:]) == {3} and microbatches[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_state_goes_on_as_if_nothing_had_stopped(uninterrupted, stop, ahead):
+    """Through JSON, and whatever the thread has read ahead by then."""
+
+    def read(state: dict, count: int) -> tuple[list, dict]:
+        batches = packed(Numbers(), seed=1, spec=spec())
+        if ahead:
+            with prefetching(batches, state, threading.Event()) as iterator:
+                found = [contents(next(iterator).batch) for _ in range(count)]
+                return found, json.loads(json.dumps(iterator.get_state())) if count else {}
+        iterator = iter(batches)
+        if state:
+            iterator.set_state(state)
+        return [contents(next(iterator).batch) for _ in range(count)], json.loads(
+            json.dumps(iterator.get_state())
+        )
+
+    before, state = read({}, stop)
+    after, _ = read(state, len(uninterrupted) - stop)
+    assert before + after == uninterrupted
+
+
+def test_every_document_comes_once_an_epoch_and_those_without_one_are_skipped():
+    missing = frozenset({0, 7, 29})
+    batches = iter(packed(Numbers(missing=missing), seed=3, spec=spec()))
+    seen: list[int] = []
+    while batches.get_state()["position"] < 2 * 30:
+        batch = next(batches).batch
+        rows = zip(batch.tokens.reshape(-1, 12), batch.segment_ids.reshape(-1, 12), strict=True)
+        seen += [
+            int(tokens[segments == segment][0])
+            for tokens, segments in rows
+            for segment in range(1, segments.max() + 1)
+        ]
+    wanted = set(range(30)) - missing
+    # Within a batch documents are sorted by packing, so only whole epochs and what follows can be told apart.
+    counts = np.bincount(seen, minlength=30)
+    assert {index for index in range(30) if counts[index]} == wanted
+    assert counts[sorted(wanted)].min() == 2 and counts.max() <= 3
+    assert batches.get_state()["position"] - 60 >= counts.sum() - 2 * len(wanted)
+
+
+def test_another_seed_is_another_order(uninterrupted):
+    other = iter(packed(Numbers(), seed=2, spec=spec()))
+    assert contents(next(other).batch) != uninterrupted[0]
+
+
+def test_nothing_to_train_on_is_an_error():
+    with pytest.raises(PackingError, match="Numbers holds no document"):
+        packed(Numbers(count=0), seed=0, spec=spec())
+    nothing = packed(Numbers(count=4, missing=frozenset(range(4))), seed=0, spec=spec())
+    with pytest.raises(PackingError, match="Numbers: none of its 4 indices has a document to train on"):
+        next(iter(nothing))
+
+
+def test_an_error_of_the_source_reaches_the_loop_through_the_thread():
+    nothing = packed(Numbers(count=4, missing=frozenset(range(4))), seed=0, spec=spec())
+    with (
+        prefetching(nothing, {}, threading.Event()) as iterator,
+        pytest.raises(PackingError, match="none of its 4 indices"),
+    ):
+        next(iterator)
+
+
+class Waiting(grain.IterDataset[Packed]):
+    """Hands out one batch, then waits for data until it is interrupted."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        super().__init__()
+        self.spec, self.waits, self.ended = spec, threading.Event(), threading.Event()
+
+    def __iter__(self):
+        return _Waits(self)
+
+
+class _Waits(grain.DatasetIterator[Packed]):
+    def __init__(self, dataset: Waiting) -> None:
+        super().__init__()
+        self._dataset, self._count = dataset, 0
+
+    def __next__(self) -> Packed:
+        dataset = self._dataset
+        self._count += 1
+        if self._count == 1:
+            return next(iter(packed(Numbers(), seed=0, spec=dataset.spec)))
+        dataset.waits.set()
+        pause = threading.Event()
+        while not dataset.spec.interrupted():
+            pause.wait(0.01)
+        dataset.ended.set()
+        raise Interrupted
+
+    def get_state(self):
+        return {"count": self._count}
+
+    def set_state(self, state):
+        self._count = state["count"]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_closing_while_the_source_waits_ends_the_wait(failing):
+    """Also when the loop leaves by an error; its error is the one that is raised."""
+    halt = threading.Event()
+    batches = Waiting(spec(interrupted=halt.is_set))
+
+    def leave() -> None:
+        with prefetching(batches, {}, halt) as iterator:
+            next(iterator)
+            assert batches.waits.wait(PATIENCE)
+            if failing:
+                raise KeyError("of the loop")
+
+    thread_error: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            leave()
+        except BaseException as error:
+            thread_error.append(error)
+
+    loop = threading.Thread(target=run, daemon=True)
+    loop.start()
+    loop.join(PATIENCE)
+    assert not loop.is_alive(), "closing hangs on the source's wait"
+    assert batches.ended.wait(PATIENCE)
+    assert [type(error) for error in thread_error] == ([KeyError] if failing else [])
