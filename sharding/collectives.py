@@ -138,7 +138,7 @@ def _mesh_of(program: Any) -> Mesh:
 
 
 def _positions(mesh: Mesh, partitions: int) -> tuple[list[int], list[int]]:
-    """Where in the flattened mesh the program's device ids are, and the first device of each slice."""
+    """Positions of the program's device ids in the flattened mesh, and the first device of each slice."""
     slice_ids = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     slices = [slice_ids.index(slice_id) for slice_id in sorted(set(slice_ids))]
     if partitions == mesh.size:

@@ -19,7 +19,7 @@ MAX_ERRORS_SHOWN = 20
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """Where each logical axis goes: one mesh axis, several (outermost first), or None to replicate.
+    """The target of each logical axis: one mesh axis, several (outermost first), or None to replicate.
 
     Attributes:
       rules: mapping from logical axis name to mesh axes. Stored as pairs; `as_dict` gives the mapping back.
@@ -180,7 +180,7 @@ def _is_shape(node: Any) -> bool:
 
 
 def _found(value: Any) -> str:
-    """What an error shows of an argument: a short value, or the type of a long one."""
+    """An argument as errors show it: a short value, or the type of a long one."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
     text = repr(value)

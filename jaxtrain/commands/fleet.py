@@ -1,4 +1,4 @@
-"""What a rollout host runs, built from a config: a worker with its engine and sync agent, or a server.
+"""Builds what a rollout host runs from a config: a worker with its engine and sync agent, or a server.
 
 The fleet reads the model from `run.json` in the store, not from the trainer's config, so it serves what is
 published.

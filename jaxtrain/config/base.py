@@ -1,4 +1,4 @@
-"""What every config section has in common, and the few value types they share."""
+"""The base of every config section, and the value types they share."""
 
 from __future__ import annotations
 

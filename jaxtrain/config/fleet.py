@@ -1,4 +1,4 @@
-"""What surrounds training: tasks, rollouts, trajectories, the weight chain, processes."""
+"""Sections beside training: tokenizer, rollouts, trajectories, the weight chain, processes."""
 
 from __future__ import annotations
 

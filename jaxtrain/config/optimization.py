@@ -1,4 +1,4 @@
-"""What a step of training is: batch, schedules, optimizer, and the phases that use them."""
+"""Sections of training: batch, schedules, optimizer, and the phases that use them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class OptimizerSection(Section):
 
 
 class PhaseSection(Section):
-    """What supervised and reinforcement phases share."""
+    """Fields of supervised and reinforcement phases."""
 
     steps: NonNegativeInt = Field(
         description="optimizer steps in this phase", json_schema_extra={"resumable": True}

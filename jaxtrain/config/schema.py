@@ -50,7 +50,7 @@ RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class ExperimentConfig(Section):
-    """What every recipe reads. A recipe is a subclass with its sections, and a function that trains.
+    """Fields of every recipe. A recipe is a subclass with its sections, and a function that trains.
 
     program: `module:function` of that function, called with the config and the run's directory.
     """

@@ -1,4 +1,4 @@
-"""What a loss is: a frozen dataclass of its options that maps a microbatch to unnormalised sums.
+"""The protocol of a loss: a frozen dataclass of options that maps a microbatch to unnormalised sums.
 
 A new loss is a new file. It declares the columns it reads, and its metrics are the keys of what it returns:
 no other code of the trainer names them.

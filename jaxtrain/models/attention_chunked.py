@@ -102,7 +102,7 @@ def attend_part_gradient(
     whole: PartialAttention,
     grad_out_BSKGh: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What these keys add to the float32 gradients of q, k and v.
+    """The part of these keys in the float32 gradients of q, k and v.
 
     whole: attention over all keys; these keys may be a part of them. grad_out: the gradient of its `out`.
     """

@@ -46,7 +46,7 @@ class Sizes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layout:
-    """Where rows are.
+    """The places of rows.
 
     slots_Nk: slot of each (token, choice), S for the id E. sources_S: flat (token, choice) of each slot, N*k
     where empty. starts_E, counts_E: rows of each expert. even: no expert has more rows than the capacity.

@@ -54,7 +54,7 @@ class Exchange(enum.StrEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is the same for all rounds; static, hence hashable."""
+    """Values of all rounds; static, so they must be hashable."""
 
     experts: int
     experts_per_token: int
@@ -248,7 +248,7 @@ def _round(
     links: _Links,
     plan: _Plan,
 ) -> jax.Array:
-    """What the pairs at positions [r*C, (r+1)*C) of every link add to the result -> [N, D]."""
+    """The part of the result from pairs at positions [r*C, (r+1)*C) of every link -> [N, D]."""
     pairs, capacity = ids_Nk.size, plan.capacity
     sent_P = jnp.clip(links.counts - r * capacity, 0, capacity)
     used_PC = jnp.arange(capacity) < sent_P[:, None]

@@ -92,7 +92,7 @@ def backward(
 def hidden_gradients(
     dscaled_WF: jax.Array, gate_WF: jax.Array, up_WF: jax.Array, scale_W: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of silu(gate) * up * scale, whose gradient is given: those of gate and up, the value, that of scale."""
+    """Gradients of gate and up, the value, and the gradient of scale, for silu(gate) * up * scale."""
     sigmoid_WF = jax.nn.sigmoid(gate_WF)
     silu_WF = gate_WF * sigmoid_WF
     dhidden_WF = dscaled_WF * scale_W[:, None]

@@ -41,7 +41,7 @@ class Flops:
     per_pair: int
 
     def total(self, *, tokens: float, pairs: float) -> float:
-        """Of `tokens` tokens whose queries see `pairs` keys together."""
+        """Operations of `tokens` tokens whose queries see `pairs` keys in total."""
         return self.per_token * tokens + self.per_pair * pairs
 
     def at_length(self, sequence_length: int) -> float:

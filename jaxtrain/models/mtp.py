@@ -46,5 +46,5 @@ class NextTokenLayers(nnx.Module):
         return self.eh_proj(jnp.concatenate(halves, axis=-1))
 
     def normalised(self, x_BSD: jax.Array) -> jax.Array:
-        """What the head projects and the next depth sees."""
+        """Normalised output: input of the head and of the next depth."""
         return rms_norm(x_BSD, self.output_norm[...], eps=self.config.rms_norm_eps)

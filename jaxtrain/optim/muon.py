@@ -57,7 +57,7 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLayout:
-    """Where the matrices of one parameter of shape [..., A, B] are.
+    """The matrices of one parameter of shape [..., A, B], and their sharding.
 
     Attributes:
       shape: of the parameter; all axes before the last two count matrices.

@@ -75,7 +75,7 @@ class Algorithm(enum.StrEnum):
 
 
 class Normalization(enum.StrEnum):
-    """What a matrix is divided by so that no singular value exceeds 1; a bound on the largest one.
+    """The divisor of a matrix that makes every singular value at most 1: a bound on the largest one.
 
     `frobenius` is the root of their sum of squares; `schatten8` the eighth root of the sum of their eighth
     powers, which is closer to the largest (0.15 instead of 1 times the Frobenius norm for a random

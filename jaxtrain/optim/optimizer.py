@@ -61,7 +61,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was decided for one parameter.
+    """The method of one parameter, and its reason.
 
     Attributes:
       path, shape: the parameter.

@@ -25,7 +25,7 @@ class CheckpointError(ExpectedError):
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` found.
+    """The result of `Checkpointer.restore`.
 
     Attributes:
       step: of the checkpoint.

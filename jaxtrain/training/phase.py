@@ -1,4 +1,4 @@
-"""What a phase is: its data, its loss, and what it trains with as functions of the tokens it has seen.
+"""A phase: its data, its loss, and its settings as functions of the tokens it has seen.
 
 Scheduled values, batch size and stage are evaluated on the host before a step, so they are exact at every
 boundary, and a resumed run uses the values of an uninterrupted one. They are arguments of the programs and

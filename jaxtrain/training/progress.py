@@ -1,4 +1,4 @@
-"""Where a run is: the JSON item of its checkpoints."""
+"""The progress of a run, the JSON item of its checkpoints."""
 
 from __future__ import annotations
 

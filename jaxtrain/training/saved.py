@@ -153,6 +153,6 @@ def export_model(
 
 
 def _key(reader: CheckpointReader, path: str) -> str:
-    """Where a run keeps a parameter: under the part of the state that it belongs to."""
+    """Path of a parameter in a run's checkpoint: under its part of the state."""
     parts = (part for part in ("buffers", "frozen") if f"{part}/{path}" in reader.shapes)
     return f"{next(parts, 'params')}/{path}"

@@ -29,7 +29,7 @@ Scalar = jax.Array | np.float32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What `accumulate` adds up over a batch; float32.
+    """Sums of `accumulate` over a batch; float32.
 
     tokens: valid tokens, loss or not: a denominator, inexact above 2**24. `Batch.valid_tokens` is exact.
     noise: None unless the gradient noise scale is measured. max_logits: the largest of each head of each

@@ -32,7 +32,7 @@ class TranscriptError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one episode.
+    """Limits of one episode.
 
     tokens: in all, prompt and environment tokens included. answer_tokens: generated in one turn. turns: of
     the policy. seconds: wall time, tools included; past it the trajectory's status is `TIMEOUT`.
@@ -123,7 +123,7 @@ class Transcript:
 
     @property
     def answer(self) -> Answer:
-        """What the policy has written so far."""
+        """The policy's text so far."""
         texts = tuple(answer_text(self.tokenizer, completion.token_ids) for completion in self.completions)
         return Answer(
             text=texts[-1] if texts else "",

@@ -46,7 +46,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker did."""
+    """Counts of a worker's run."""
 
     writer: str
     groups: int

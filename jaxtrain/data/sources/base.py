@@ -1,4 +1,4 @@
-"""What a phase trains on: a Grain dataset of packed batches whose iterator has a JSON state."""
+"""The data of a phase: a Grain dataset of packed batches whose iterator has a JSON state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """What a phase requires of its batches.
+    """The batches that a phase needs.
 
     shape_at: the shape of the batch that follows a number of valid tokens of the phase. columns: besides the
     standard ones. steps: of the phase. interrupted: whether a wait for data should end.
@@ -69,7 +69,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class SourceTools:
-    """What a source may use of its run.
+    """Parts of a run for its sources.
 
     tokenizer: a Hugging Face tokenizer with a chat template. environment: opens the run's environment, with
     options in place of the config's; raises `ConfigError` where the recipe has none.

@@ -57,7 +57,7 @@ class TrainerClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How plans are made.
+    """Settings and inputs of planning.
 
     replayed: (MoE layers, k) of the experts that engines send and the loss replays; None if it does not.
     version_at: policy version that the trainer's weights will have at a step; called by the planning thread.

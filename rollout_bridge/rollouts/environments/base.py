@@ -35,7 +35,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the policy wrote in one episode.
+    """The policy's text in one episode.
 
     text: its last turn, without special tokens; turns: the text of every turn of the policy.
     ended: the last turn ends with a stop token; False where it was cut off. tokens: generated in all turns.

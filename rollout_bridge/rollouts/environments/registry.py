@@ -24,7 +24,7 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """From this every process of a run builds the same environment.
+    """A description from which every process of a run builds the same environment.
 
     name: a registered name or `module:Name`. options: as the config gives them. seed: of its tasks.
     """
