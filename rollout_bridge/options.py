@@ -55,7 +55,7 @@ def read(options_class: type[T], values: Mapping[str, Any] | None, *, where: str
 
 
 def shown(value: Any) -> str:
-    """The value as YAML would write it, shortened."""
+    """The value as YAML writes it, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

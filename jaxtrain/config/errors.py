@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Reference, Section
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.options import shown
 
 Path = tuple[str | int, ...]
 
@@ -75,25 +76,17 @@ def _message(
     if kind == "literal_error" and field is not None:
         plain = typing.get_origin(field.annotation) is typing.Literal
         allowed = ", ".join(map(str, typing.get_args(field.annotation))) if plain else context["expected"]
-        return f"{_shown(value)} is not one of {allowed}"
+        return f"{shown(value)} is not one of {allowed}"
     if kind == "string_pattern_mismatch":
-        return f"{_shown(value)} does not match {context['pattern']}"
+        return f"{shown(value)} does not match {context['pattern']}"
     if field is not None and kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
-        return f"{_shown(value)} is not in {_interval(field)}"
+        return f"{shown(value)} is not in {_interval(field)}"
     wanted = WANTED.get(kind)
     if wanted is None:
-        return f"{_shown(value)}: {finding['msg']}"
+        return f"{shown(value)}: {finding['msg']}"
     if kind in {"int_type", "float_type"} and field is not None and _interval(field) != "(-inf, inf)":
         wanted += f" in {_interval(field)}"
-    return f"{_shown(value)} is not {wanted}"
-
-
-def _shown(value: Any) -> str:
-    """The value as YAML would write it, shortened."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{shown(value)} is not {wanted}"
 
 
 def _interval(field: FieldInfo) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models import expert_windows
-from jaxtrain.models.expert_windows import Weights
+from jaxtrain.models.expert_windows import Kernels
 
 ROW_MULTIPLE = 64  # capacities are multiples of it, for fast matrix products
 SLACK = 1.25  # capacity over mean load; an evenly loaded router stays below it
@@ -85,7 +85,7 @@ def block_experts(
     up_EDF: jax.Array,
     down_EFD: jax.Array,
 ) -> jax.Array:
-    """See `routed_experts`. Weights of the id E get no gradient."""
+    """See `routed_experts`. Kernels of the id E get no gradient."""
     return _forward(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)[0]
 
 
@@ -127,7 +127,7 @@ def _backward(residuals: tuple[Any, ...], grad_ND: jax.Array) -> tuple[Any, ...]
 block_experts.defvjp(_forward, _backward)
 
 
-def _even_forward(rows_SD: jax.Array, scale_S: jax.Array, kernels: Weights, sizes: Sizes) -> Weights:
+def _even_forward(rows_SD: jax.Array, scale_S: jax.Array, kernels: Kernels, sizes: Sizes) -> Kernels:
     """As `expert_windows.forward`."""
     gate_EDF, up_EDF, down_EFD = kernels
     rows_ECD = _by_expert(rows_SD, sizes)
@@ -144,9 +144,9 @@ def _even_backward(
     gate_SF: jax.Array,
     up_SF: jax.Array,
     scale_S: jax.Array,
-    kernels: Weights,
+    kernels: Kernels,
     sizes: Sizes,
-) -> tuple[jax.Array, jax.Array, Weights]:
+) -> tuple[jax.Array, jax.Array, Kernels]:
     """As `expert_windows.backward`."""
     gate_EDF, up_EDF, down_EFD = kernels
     rows_ECD, dout_ECD = _by_expert(rows_SD, sizes), _by_expert(grad_SD, sizes)

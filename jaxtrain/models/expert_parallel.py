@@ -29,6 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.models.config import ExpertImplementation
 from jaxtrain.models.expert_blocks import take_or_zero
+from jaxtrain.models.expert_windows import Kernels
 from jaxtrain.models.experts import routed_experts
 from jaxtrain.models.placement import (
     EXPERT_AXIS,
@@ -41,8 +42,6 @@ from jaxtrain.models.placement import (
 
 BUFFER = 1.5  # pairs a round may move, as a multiple of a balanced load; a fuller link takes another round
 ROW_MULTIPLE = 8  # a capacity that tiles well
-
-Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Exchange(enum.StrEnum):
