@@ -38,7 +38,7 @@ def build(prompts: Iterable[str], directory: Path) -> Path:
 
     texts = list(prompts)
     if not texts:
-        raise ValueError("no prompts to build a tokenizer from: environment.train_prompts must be at least 1")
+        raise ValueError("no texts to build a tokenizer from: the data or environment.train_prompts is empty")
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     seen = Counter(piece for text in texts for piece in {piece for piece, _ in split.pre_tokenize_str(text)})
     shared = sorted(p for p, n in seen.items() if n >= SHARED_FRACTION * len(texts) and len(p) > 1)
