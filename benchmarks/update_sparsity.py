@@ -43,7 +43,7 @@ from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build
 from jaxtrain.training.saved import open_model
-from rollout_bridge import delta
+from rollout_bridge import architectures, delta
 from rollout_bridge.architectures.tensors import TensorSource
 from rollout_bridge.quantization import host
 from rollout_bridge.quantization.plan import Format, QuantizationPlan, plan_for

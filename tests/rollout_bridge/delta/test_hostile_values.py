@@ -13,6 +13,7 @@ import zstandard
 
 from rollout_bridge import delta
 from rollout_bridge.delta import rans, stream
+from rollout_bridge.delta.blob import Reader, varint
 
 U8 = np.dtype(np.uint8)
 STREAM, PLANES = 0x50, 0x70  # first byte: version 1, mode, elements of one byte, one class
