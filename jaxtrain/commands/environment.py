@@ -14,7 +14,7 @@ from rollout_bridge.rollouts.environments.base import Environment, EnvironmentCo
 
 def check_named(config: ExperimentConfig, *, source: Path) -> None:
     """Ends the command, naming `source`, if code that the config names is missing or has wrong options."""
-    if hasattr(config, "environment"):
+    if getattr(config, "environment", None) is not None:
         environment_of(config, source=source)
     try:
         references.check(config)

@@ -46,6 +46,7 @@ def train(
     from jaxtrain.commands.environment import check_named
     from jaxtrain.config.errors import ConfigError
     from jaxtrain.config.resume import claim_run
+    from jaxtrain.config.schema import AsyncGrpoConfig
 
     check_named(experiment, source=config)
     if check:
@@ -53,10 +54,9 @@ def train(
         return
     options = {}
     if discard_plans_after is not None:
-        if experiment.recipe != "async_grpo":
+        if not isinstance(experiment, AsyncGrpoConfig):
             fail(f"--discard-plans-after: recipe {experiment.recipe!r} has no plans", status=WRONG_CONFIG)
         options["discard_plans_after_step"] = discard_plans_after
-    from jaxtrain.config.schema import AsyncGrpoConfig
     from rollout_bridge.store import Store
 
     if isinstance(experiment, AsyncGrpoConfig) and experiment.store is not None:

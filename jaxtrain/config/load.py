@@ -65,7 +65,6 @@ def load_config(
     reader: decides which directories of the config are opened.
     Raises `ConfigError` with every problem found, each as `<file or command line>: <field>: <problem>`.
     """
-    search_path(Path(path).parent)
     values = _read(Path(path))
     touched: list[tuple[str, ...]] = []
     for override in overrides:
@@ -79,8 +78,8 @@ def load_config(
         return COMMAND_LINE if any(field[: len(given)] == given for given in touched) else str(path)
 
     if _names_module(values):
-        values.setdefault("modules", str(Path(path).parent.absolute()))
-        search_path(Path(str(values["modules"])))
+        values["modules"] = str(Path(values.get("modules") or Path(path).parent).absolute())
+        search_path(Path(values["modules"]))
     if reader is ConfigReader.FLEET:
         values = of_a_fleet(values)
     return _validate(values, origin, weights_known=reader is ConfigReader.SAVED or _remember(values))

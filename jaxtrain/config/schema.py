@@ -156,8 +156,8 @@ class SftConfig(ExperimentConfig):
 
     program: ClassVar[str] = "jaxtrain.recipes.sft:run"
 
-    environment: Annotated[Reference, named("reasoning_gym")] = setting(
-        Reference(name="reasoning_gym"), "tasks, their episodes and rewards", reference="environment"
+    environment: Annotated[Reference, named("reasoning_gym")] | None = setting(
+        None, "tasks, for a source that reads them", reference="environment"
     )
     sft: SupervisedSection = required("the supervised phase")
 

@@ -19,7 +19,7 @@ def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpe
     """
     section = getattr(config, "environment", None)
     if section is None:
-        raise ConfigError([f"environment: recipe {config.recipe!r} has none; name a source that needs none"])
+        raise ConfigError(["environment: missing; give one, or name a source that reads none"])
     return EnvironmentSpec(name=section.name, options=section.options | options, seed=config.seed)
 
 

@@ -6,6 +6,7 @@ every version follows the last one in the chain (contract 1), so a restart repea
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from jaxtrain.config.schema import AsyncGrpoConfig
@@ -28,9 +29,12 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
     trained.
     """
     store = Store.open(config.store_url)
-    with open_run(config, run_dir) as opened, open_publishing(opened, store) as policy:
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_run(config, run_dir))
         check_prompts_fit(config, open_environment(config), opened.start.tokenizer)
+        policy = stack.enter_context(open_publishing(opened, store))
         evaluations = Evaluations(store, config.evaluation)
+        rl = reinforcement(opened, store, policy, evaluations)  # before the warm start: it may be refused
         state, progress = opened.restore_or_initialize()
         if discard_plans_after_step is not None:
             discard_plans(store, after=discard_plans_after_step, trained=progress.of("rl").steps)
@@ -48,7 +52,6 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
         policy.follow(state, progress)
         if progress.of("rl").steps == 0 and policy.last.step == progress.step:
             evaluations.request(policy.version, step=0)
-        rl = reinforcement(opened, store, policy, evaluations)
         state, progress = run_phase(opened, state, progress, rl)
         opened.save(state, progress, force=True)  # an export then has the last version
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxtrain.config.references import build
+from jaxtrain.config.references import PLAN_COLUMNS, build
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.data.sources.plans import PLAN_COLUMNS, PlannedBatches, Planning, TrainerClock
+from jaxtrain.data.sources.plans import PlannedBatches, Planning, TrainerClock
 from jaxtrain.losses.base import replay_column
 from jaxtrain.publishing.evaluations import Evaluations, announce
 from jaxtrain.publishing.publication import RL, PublishPolicy

@@ -17,6 +17,7 @@ from jaxtrain.training.progress import Progress
 from jaxtrain.training.run import Run
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.throughput import peak, throughput
+from sharding import processes
 
 
 def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> tuple[TrainState, Progress]:
@@ -40,7 +41,8 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
         shape_at=phase.shape_at,
         columns=phase.columns,
         steps=steps,
-        interrupted=lambda: halt.is_set() or run.stop.is_set(),
+        # Several processes stop together, after a step: one that leaves a wait alone would hang the others.
+        interrupted=lambda: halt.is_set() or (run.stop.is_set() and processes.process_count() == 1),
     )
     with prefetching(phase.batches(spec), record.source, halt) as batches:
         while record.steps < steps:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.optimization import BatchSection, PhaseSection, Ramp, Schedule, StageSection
+from jaxtrain.config.references import check_columns
 from jaxtrain.config.tokens import rate_steps
 from jaxtrain.data.batch import Column
 from jaxtrain.data.sources.base import BatchShape, OpenBatches
@@ -75,14 +75,7 @@ class Phase:
     )
 
     def __post_init__(self) -> None:
-        missing = [column.name for column in self.columns if column.name not in self.filled]
-        if missing:
-            raise ConfigError(
-                [
-                    f"{self.name}.loss: reads {', '.join(missing)}, which this phase's data does not have "
-                    f"(it has {', '.join(sorted(self.filled)) or 'no other columns'}); name another loss"
-                ]
-            )
+        check_columns(self.columns, self.filled, where=f"{self.name}.loss")
 
     def shape_at(self, tokens: int) -> BatchShape:
         """Shape of the batch after `tokens` tokens of the phase."""

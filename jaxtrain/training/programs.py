@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.data.batch import Batch
 from jaxtrain.losses.base import Loss
 from jaxtrain.models.definition import Definition
@@ -117,6 +118,10 @@ def compile_programs(
     placed = definition.on(placement.mesh) if isinstance(placement.mesh, Mesh) else definition
     shapes: dict[str, Any] = dict(microbatch)  # for a shape evaluation, in place of the columns
     found = jax.eval_shape(partial(loss, placed), abstract.model, Batch(shapes))
+    if taken := found.metrics.keys() & {field.name for field in fields(StepMetrics)}:
+        raise ConfigError(
+            [f"loss {type(loss).__name__}: metrics {sorted(taken)} are the step's own; rename them"]
+        )
     sums = sums_shardings(
         placement,
         tuple(found.metrics),

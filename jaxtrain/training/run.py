@@ -107,7 +107,8 @@ class Run:
 
 def _prompts(config: ExperimentConfig) -> Texts | None:
     """Of the config's environment, if it has one."""
-    return (lambda: prompts_of(open_environment(config))) if hasattr(config, "environment") else None
+    has_one = getattr(config, "environment", None) is not None
+    return (lambda: prompts_of(open_environment(config))) if has_one else None
 
 
 @contextmanager

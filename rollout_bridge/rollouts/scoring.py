@@ -233,6 +233,11 @@ class _Process(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self.broken:
+            return
+        if self._reply is None or self._reply.done():
+            self._break("an answer to no call")
+            return
         self._received += data
         if len(self._received) < LENGTH.size:
             return

@@ -7,6 +7,7 @@ A trajectory is drawn once in a run (its recovery duplicates go into the same st
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,21 @@ import numpy as np
 from rollout_bridge.trajectories.gate import Gate, fresh_tokens, passes
 from rollout_bridge.trajectories.groups import VALID, Boundary, recovery_slots
 from rollout_bridge.trajectories.log import TrajectoryRef
-from rollout_bridge.trajectories.plan import Plan, PlanRow, RowRef
+from rollout_bridge.trajectories.plan import Plan, PlanError, PlanRow, RowRef
 from rollout_bridge.trajectories.sampler import draw_order
 from rollout_bridge.trajectories.schema import Trajectory
+
+RESERVED_REASONS = frozenset(
+    [
+        "duplicate",
+        "environment_failure",
+        "group_discarded",
+        "other_experts",
+        "quarantined",
+        "stale",
+        "too_long",
+    ]
+)
 
 
 class Advantage(Protocol):
@@ -71,6 +84,8 @@ class SelectionSettings:
     filters: tuple[Filter, ...]
 
     def __post_init__(self) -> None:
+        if taken := [rule.reason for rule in self.filters if rule.reason in RESERVED_REASONS]:
+            raise PlanError(f"trajectories.filters: {taken} are reasons of the plans' own; name another")
         if self.target_tokens < 1:
             raise ValueError(f"trajectories: target_tokens {self.target_tokens} must be at least 1")
         if not 0 <= self.min_valid_fraction <= 1:
@@ -206,6 +221,17 @@ def _sort_out(
     }
 
 
+def _advantages(valid: list[TrajectoryRef], advantage: Advantage) -> dict[int, float]:
+    """By member. Raises `PlanError` for values that are not one finite number each: a plan is JSON."""
+    values = [float(value) for value in advantage.of_group(valid)]
+    if len(values) != len(valid) or not all(map(math.isfinite, values)):
+        raise PlanError(
+            f"advantage {type(advantage).__name__} gives {values} for the {len(valid)} members of group "
+            f"{valid[0].group_id if valid else '-'}; expected one finite number each"
+        )
+    return {ref.member: value for ref, value in zip(valid, values, strict=True)}
+
+
 def _judge_group(
     members: list[TrajectoryRef], *, version: int, settings: SelectionSettings
 ) -> tuple[list[_Candidate], list[tuple[str, TrajectoryRef]]]:
@@ -219,10 +245,12 @@ def _judge_group(
     if slots is None:
         return [], dropped + [("group_discarded", ref) for ref in valid]
     slots_of = {ref.member: n for ref, n in zip(members, slots, strict=True)}
-    advantages = dict(zip((ref.member for ref in valid), settings.advantage.of_group(valid), strict=True))
+    advantages = _advantages(valid, settings.advantage)
     left = valid
     for rule in settings.filters:
         kept = rule.keep(left, version=version) if left else []
+        if len(kept) != len(left):
+            raise PlanError(f"filter {type(rule).__name__}: {len(kept)} answers for {len(left)} members")
         dropped += [(rule.reason, ref) for ref, keep in zip(left, kept, strict=True) if not keep]
         left = [ref for ref, keep in zip(left, kept, strict=True) if keep]
     candidates = []

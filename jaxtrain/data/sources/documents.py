@@ -50,7 +50,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
             assert index is not None  # a shuffled range has a value everywhere
             document = documents[int(index)]
             at += 1
-            if document is None:
+            if document is None or len(document.tokens) < 2:  # a single token predicts nothing
                 empty += 1
                 if empty > len(documents) and not taken:
                     raise PackingError(

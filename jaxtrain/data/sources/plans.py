@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 FILL = 0.95  # share of a batch's positions that a plan fills; best-fit packing wastes less than the rest
 POLL_SECONDS = 0.1
-PLAN_COLUMNS = frozenset({"behavior_logprobs", "advantages", "temperature", "routed_experts"})
 
 
 class TrainerClock:
@@ -132,7 +131,9 @@ class _Iterator(grain.DatasetIterator[Packed]):
         self._planning, self._spec = planning, spec
         self._step = self._tokens = 0
         self._timeout = planning.config.trajectories.wait_timeout_s
-        self._ahead = planning.config.trajectories.plans_ahead
+        # Tokens of the next version are not there yet: with no lag allowed nothing can be planned ahead.
+        section = planning.config.trajectories
+        self._ahead = min(section.plans_ahead, section.max_lag)
         self._planner = planning.planner(self._sleep)
         self._plans = iter(
             PlanDataset(

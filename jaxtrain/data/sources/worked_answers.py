@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.data.packing import Document
 from jaxtrain.data.sources.base import SourceTools
 from rollout_bridge.rollouts.environments.base import Environment
@@ -21,7 +22,7 @@ class WorkedAnswers:
     environment: options in place of the config's, for answers to other tasks than those of RL. Tasks with the
     messages of a held-out one of the config's environment are left out.
 
-    Raises `ValueError` for an environment that states no answers.
+    Raises `ConfigError` for an environment that states no answers.
     """
 
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -47,9 +48,11 @@ class WorkedDocuments:
     ) -> None:
         answer = getattr(environment, "worked_answer", None)
         if answer is None:
-            raise ValueError(
-                f"environment {type(environment).__name__} states no worked answers: "
-                "set warm_start.steps to 0, or name another source"
+            raise ConfigError(
+                [
+                    f"environment {type(environment).__name__} states no worked answers: set "
+                    "warm_start.steps to 0, or name another source"
+                ]
             )
         self._environment, self._tokenizer = environment, tokenizer
         self._answer, self._held_out = answer, held_out

@@ -15,6 +15,7 @@ ENVIRONMENTS: dict[str, str] = {
     "reasoning_gym": "rollout_bridge.rollouts.environments.reasoning_gym:ReasoningGym"
 }
 GROUP = "jaxtrain.environments"
+MEMBERS = ("task", "episode", "score")
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,19 @@ class EnvironmentSpec:
             kind: Any = resolve(self.name, group=GROUP, builtin=ENVIRONMENTS, kind="environment")
         except UnknownReference as error:
             raise EnvironmentConfigError(f"{where}.name: {error}") from error
+        if missing := [name for name in MEMBERS if not hasattr(kind, name)]:
+            raise EnvironmentConfigError(
+                f"{where}.name: {self.name!r} has no {', '.join(missing)}, which an environment needs"
+            )
         try:
             options = read(getattr(kind, "Options", NoOptions), self.options, where=where)
         except OptionsError as error:
             raise EnvironmentConfigError(str(error)) from error
+        except TypeError as error:
+            raise EnvironmentConfigError(f"{where}.name: {self.name!r}: {error}") from error
         try:
             return kind(options, seed=self.seed)
-        except (ValueError, ImportError, OSError) as error:
+        except (TypeError, ValueError, ImportError, OSError) as error:
             field = str(error).partition(":")[0].split(".")[0]
             path = f"{where}." if field in vars(options) else f"{where}: "
             raise EnvironmentConfigError(f"{path}{error}") from error

@@ -88,7 +88,8 @@ def collect(store: Store, *, retention: Retention, now: float | None = None) -> 
         for key in sorted(keys[place], key=lambda key: not key.endswith("/manifest.json")):
             store.delete(key)
     for key in store.list(QUARANTINE_PREFIX):
-        if int(key.removeprefix(QUARANTINE_PREFIX).split("-")[0]) < oldest:
+        version = key.removeprefix(QUARANTINE_PREFIX).split("-")[0]
+        if version.isdecimal() and int(version) < oldest:  # something else there is not the publisher's
             store.delete(key)
     if keys:
         logger.info("removed %d versions, oldest kept %d", len(keys), oldest)

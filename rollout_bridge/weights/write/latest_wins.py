@@ -7,11 +7,14 @@ waiting job starts after the one in flight has succeeded and `after` has run.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
@@ -122,6 +125,10 @@ class LatestWins(Generic[_Job, _Result]):
             following = self._flight = self._waiting
             self._waiting, self._ended = None, ticket
             ticket.future.set_result(result)
-        self._after(result)
-        if following:
-            self._executor.submit(self._run, following)
+        try:
+            self._after(result)
+        except Exception:
+            logger.exception("what follows a job failed; the next job is not affected")
+        finally:
+            if following:
+                self._executor.submit(self._run, following)
