@@ -12,30 +12,13 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Reference, Section
-from rollout_bridge.errors import ExpectedError
+from rollout_bridge.options import WANTED, OptionsError, shown, unknown_key
 
 Path = tuple[str | int, ...]
 
-WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
 
-
-class ConfigError(ExpectedError, ValueError):
+class ConfigError(OptionsError):
     """A config that cannot be used. `problems` holds one line for each thing wrong, all found at once."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def dotted(path: Path) -> str:
@@ -75,30 +58,17 @@ def _message(
     if kind == "literal_error" and field is not None:
         plain = typing.get_origin(field.annotation) is typing.Literal
         allowed = ", ".join(map(str, typing.get_args(field.annotation))) if plain else context["expected"]
-        return f"{_shown(value)} is not one of {allowed}"
+        return f"{shown(value)} is not one of {allowed}"
     if kind == "string_pattern_mismatch":
-        return f"{_shown(value)} does not match {context['pattern']}"
-    if field is not None and kind in {
-        "greater_than",
-        "greater_than_equal",
-        "less_than",
-        "less_than_equal",
-    }:
-        return f"{_shown(value)} is not in {_interval(field)}"
+        return f"{shown(value)} does not match {context['pattern']}"
+    if field is not None and kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+        return f"{shown(value)} is not in {_interval(field)}"
     wanted = WANTED.get(kind)
     if wanted is None:
-        return f"{_shown(value)}: {finding['msg']}"
+        return f"{shown(value)}: {finding['msg']}"
     if kind in {"int_type", "float_type"} and field is not None and _interval(field) != "(-inf, inf)":
         wanted += f" in {_interval(field)}"
-    return f"{_shown(value)} is not {wanted}"
-
-
-def _shown(value: Any) -> str:
-    """The value as YAML would write it, shortened."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{shown(value)} is not {wanted}"
 
 
 def _interval(field: FieldInfo) -> str:
@@ -161,13 +131,10 @@ def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Sec
     readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
     if readers:
         return f"unknown key; only recipe {' or '.join(readers)} reads it"
-    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
     elsewhere = [dotted(known) for known, _ in walk_fields(model) if known[-1] == key]
-    if elsewhere:
+    if elsewhere and not difflib.get_close_matches(key, allowed, n=1):
         return f"unknown key here; it is {' or '.join(elsewhere)}"
-    return f"unknown key; allowed here: {', '.join(allowed)}"
+    return unknown_key(key, allowed)
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
