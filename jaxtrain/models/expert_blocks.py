@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models import expert_windows
-from jaxtrain.models.expert_windows import Weights
+from jaxtrain.models.expert_windows import Kernels
 
 ROW_MULTIPLE = 64  # capacities are multiples of it, for fast matrix products
 SLACK = 1.25  # capacity over mean load; an evenly loaded router stays below it
@@ -77,29 +77,16 @@ def layout_of(ids_Nk: jax.Array, sizes: Sizes) -> Layout:
 
 
 @jax.custom_vjp
-def block_experts(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
+def block_experts(x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels) -> jax.Array:
     """See `routed_experts`. Weights of the id E get no gradient."""
-    return _forward(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)[0]
+    return _forward(x_ND, ids_Nk, weights_Nk, kernels)[0]
 
 
 def _forward(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    sizes = Sizes.of(ids_Nk.size, gate_EDF.shape[0])
+    sizes = Sizes.of(ids_Nk.size, kernels[0].shape[0])
     layout = layout_of(ids_Nk, sizes)
-    kernels = (gate_EDF, up_EDF, down_EFD)
     rows_SD, scale_S = _rows_of_tokens(x_ND, layout), take_or_zero(weights_Nk.reshape(-1), layout.sources_S)
     out_SD, gate_SF, up_SF = jax.lax.cond(
         layout.even,
@@ -121,13 +108,15 @@ def _backward(residuals: tuple[Any, ...], grad_ND: jax.Array) -> tuple[Any, ...]
     )
     no_grad = np.zeros(weights_Nk.shape, jax.dtypes.float0)
     grad_weights_Nk = take_or_zero(grad_scale_S, layout.slots_Nk)
-    return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, *grad_kernels
+    return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, grad_kernels
 
 
 block_experts.defvjp(_forward, _backward)
 
 
-def _even_forward(rows_SD: jax.Array, scale_S: jax.Array, kernels: Weights, sizes: Sizes) -> Weights:
+def _even_forward(
+    rows_SD: jax.Array, scale_S: jax.Array, kernels: Kernels, sizes: Sizes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `expert_windows.forward`."""
     gate_EDF, up_EDF, down_EFD = kernels
     rows_ECD = _by_expert(rows_SD, sizes)
@@ -144,9 +133,9 @@ def _even_backward(
     gate_SF: jax.Array,
     up_SF: jax.Array,
     scale_S: jax.Array,
-    kernels: Weights,
+    kernels: Kernels,
     sizes: Sizes,
-) -> tuple[jax.Array, jax.Array, Weights]:
+) -> tuple[jax.Array, jax.Array, Kernels]:
     """As `expert_windows.backward`."""
     gate_EDF, up_EDF, down_EFD = kernels
     rows_ECD, dout_ECD = _by_expert(rows_SD, sizes), _by_expert(grad_SD, sizes)

@@ -15,25 +15,25 @@ import jax
 import jax.numpy as jnp
 
 SIZES = (512, 256, 128, 64)  # of windows; each a multiple of the next; at most the last one is wasted
-Weights = tuple[jax.Array, jax.Array, jax.Array]
+Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def forward(
     rows_SD: jax.Array,
     scale_S: jax.Array,
-    weights: Weights,
+    weights: Kernels,
     starts_E: jax.Array,
     counts_E: jax.Array,
-) -> Weights:
+) -> Kernels:
     """Output of each row's expert times scale [S, D], and what the gradient needs: gate and up [S, F].
 
     weights: gate, up [E, D, F] and down [E, F, D]. At least SIZES[-1] slots follow the last expert's rows.
     """
 
-    def of_expert(out: Weights, expert: tuple[Weights, jax.Array, jax.Array]) -> tuple[Weights, None]:
+    def of_expert(out: Kernels, expert: tuple[Kernels, jax.Array, jax.Array]) -> tuple[Kernels, None]:
         (gate_DF, up_DF, down_FD), start, count = expert
 
-        def of_window(size: int, offset: jax.Array, out: Weights) -> Weights:
+        def of_window(size: int, offset: jax.Array, out: Kernels) -> Kernels:
             at = start + offset
             rows_WD = _slice(rows_SD, at, size)
             gate_WF, up_WF = rows_WD @ gate_DF, rows_WD @ up_DF
@@ -54,18 +54,18 @@ def backward(
     gate_SF: jax.Array,
     up_SF: jax.Array,
     scale_S: jax.Array,
-    weights: Weights,
+    weights: Kernels,
     starts_E: jax.Array,
     counts_E: jax.Array,
-) -> tuple[jax.Array, jax.Array, Weights]:
+) -> tuple[jax.Array, jax.Array, Kernels]:
     """Gradients of rows [S, D], of scale [S] and of the three weights, given that of the output [S, D]."""
 
     def of_expert(
-        by_row: tuple[jax.Array, jax.Array], expert: tuple[Weights, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], Weights]:
+        by_row: tuple[jax.Array, jax.Array], expert: tuple[Kernels, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], Kernels]:
         (gate_DF, up_DF, down_FD), start, count = expert
 
-        def of_window(size: int, offset: jax.Array, sums: tuple[Any, Weights]) -> tuple[Any, Weights]:
+        def of_window(size: int, offset: jax.Array, sums: tuple[Any, Kernels]) -> tuple[Any, Kernels]:
             by_row, (grad_gate_DF, grad_up_DF, grad_down_FD) = sums
             at = start + offset
             own = (jnp.arange(size) < count - offset)[:, None]
