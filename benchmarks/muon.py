@@ -17,7 +17,7 @@ The first prints, for 64 matrices of 512x256 and for the model of configs/quicks
     flops_ratio_ideal      operations of the busiest of 8 devices in the compiled program over whole matrices
                            dealt out evenly, and `collectives` of that program; by layout
     step_share             the update's part of a training step
-    scale                  the same by arithmetic for GLM-4.5 (`jaxtrain.optim.muon_cost.step_share`)
+    scale                  the same by arithmetic for GLM-4.5 (`muon_cost.step_share`)
 
 Programs run in turn within each round, so that other work on the machine falls on all alike; processor time
 is given beside wall time, for a machine that is not idle. The second compiles the update of a model's
@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from muon_cost import step_share, work
 
 from jaxtrain.commands.large_pages import use_large_pages
 from jaxtrain.config.load import load_config
@@ -55,7 +56,6 @@ from jaxtrain.models.definition import Definition, define, initialize
 from jaxtrain.models.flops import training_flops
 from jaxtrain.optim import newton_schulz
 from jaxtrain.optim.muon import MatrixLayout, MuonConfig, layout_of, scale_by_muon
-from jaxtrain.optim.muon_cost import step_share, work
 from jaxtrain.optim.newton_schulz import Algorithm, Normalization
 from jaxtrain.optim.optimizer import Method, OptimizerConfig, build, muon_layouts
 from jaxtrain.training.state import TrainState, sharded_shapes

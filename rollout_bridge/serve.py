@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,40 +41,26 @@ class ServeSettings:
 
     store: URL of the run. state_directory: mirror, engine directories, log and `ready.json` of this host; of
         several servers the last two are in `0/`, `1/` and so on.
-    first_version_timeout: seconds to wait for the run's first version. startup_timeout: seconds for a server
-        to become healthy.
+    first_version_timeout: seconds to wait for the run's first version.
     engine_format: what the server loads: "fp8" codes and scales, "bf16" the same numbers, "auto" FP8 on a GPU
         that multiplies it (compute capability 8.9) and BF16 elsewhere.
-    kv_cache_gib: memory for keys and values; None is 1 GiB on a CPU, and what is free on a GPU.
-    moe_routing: have the server send expert choices (GPU only).
-    cpu_threads: cores of all servers, as "0-15" or "0,1"; "auto" takes all they may.
-    servers: on ports from `port` on, each with its share of the cores or GPUs; at_once: how many of them an
-        update may stop at a time. tensor_parallel, data_parallel, expert_parallel: of each server.
+    server: what all servers have in common. Its `kv_cache_gib` None is 1 GiB on a CPU, `cpu_threads` are the
+        cores of all servers ("0-15" or "0,1"), `port` is the first one's, and `enforce_eager` and
+        `chunked_prefill` are set by whether there is a GPU.
+    servers: how many, each with its share of the cores or GPUs; at_once: how many of them an update may stop
+        at a time.
     """
 
     store: str
     state_directory: Path
     agent_id: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    server: VllmServerSettings = VllmServerSettings()
     servers: int = 1
     at_once: int = 1
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    expert_parallel: bool = False
     kv_policy: KvPolicy = KvPolicy.KEEP
     update_mode: UpdateMode = UpdateMode.IN_FLIGHT
     engine_format: Literal["auto", "fp8", "bf16"] = "auto"
-    max_model_len: int = 4096
-    max_num_seqs: int = 64
-    dtype: str = "bfloat16"
-    kv_cache_gib: float | None = None
-    startup_timeout: float = 600.0
     first_version_timeout: float = 1800.0
-    cpu_threads: str = "auto"
-    moe_routing: bool = False
-    extra_args: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     agent: AgentSettings = AgentSettings()
 
 
@@ -182,10 +168,10 @@ def server_settings(settings: ServeSettings, *, gpus: Sequence[str], number: int
     gpus: ids of this host's, as CUDA_VISIBLE_DEVICES takes them; none on a CPU host.
     Raises `ServeError` if the servers need more than there are, or expert choices without one.
     """
-    on_gpu = bool(gpus)
-    ranks = settings.tensor_parallel * settings.data_parallel
-    environment, cpu_threads = dict(settings.environment), settings.cpu_threads
-    if settings.moe_routing and not on_gpu:
+    on_gpu, server = bool(gpus), settings.server
+    ranks = server.tensor_parallel * server.data_parallel
+    environment, cpu_threads = dict(server.environment), server.cpu_threads
+    if server.return_routed_experts and not on_gpu:
         raise ServeError(
             "rollouts.capture_routed_experts: vLLM sends expert choices from a GPU only, and this host has "
             "none; set it to false, or rollouts.engine to embedded"
@@ -201,25 +187,16 @@ def server_settings(settings: ServeSettings, *, gpus: Sequence[str], number: int
     elif not on_gpu and settings.servers * ranks > 1 and cpu_threads != "auto":
         shares = cpu_shares(parse_cores(cpu_threads), settings.servers * ranks)
         cpu_threads = "|".join(shares[number * ranks : (number + 1) * ranks])
-    kv_cache_gib = settings.kv_cache_gib
+    kv_cache_gib = server.kv_cache_gib
     if kv_cache_gib is None and not on_gpu:
         kv_cache_gib = CPU_KV_CACHE_GIB
-    return VllmServerSettings(
-        host=settings.host,
-        port=settings.port + number,
-        startup_timeout=settings.startup_timeout,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        dtype=settings.dtype,
+    return replace(
+        server,
+        port=server.port + number,
         kv_cache_gib=kv_cache_gib,
         enforce_eager=not on_gpu,
         chunked_prefill=on_gpu,
-        return_routed_experts=settings.moe_routing,
         cpu_threads=cpu_threads,
-        tensor_parallel=settings.tensor_parallel,
-        data_parallel=settings.data_parallel,
-        expert_parallel=settings.expert_parallel,
-        extra_args=settings.extra_args,
         environment=environment,
     )
 

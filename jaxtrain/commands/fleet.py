@@ -19,10 +19,12 @@ from jaxtrain.data.environments import environment_spec
 from rollout_bridge import architectures
 from rollout_bridge.agent import AgentSettings, SyncAgent
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
+from rollout_bridge.engines.vllm_server import VllmServerSettings
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.scoring import ScoringPool
 from rollout_bridge.rollouts.settings import WorkerSettings
+from rollout_bridge.rollouts.transcript import Limits
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.serve import ServeSettings
 from rollout_bridge.store import Store
@@ -161,10 +163,12 @@ def worker_settings(config: AsyncGrpoConfig, *, stop_ids: tuple[int, ...]) -> Wo
     return WorkerSettings(
         run_seed=config.seed,
         group_size=section.group_size,
-        max_tokens=section.max_tokens,
-        max_turns=section.max_turns,
-        max_length=config.batch.sequence_length,
-        episode_seconds=section.episode_timeout_s,
+        limits=Limits(
+            tokens=config.batch.sequence_length,
+            answer_tokens=section.max_tokens,
+            turns=section.max_turns,
+            seconds=section.episode_timeout_s,
+        ),
         temperature=section.temperature,
         task_tries=section.task_tries,
         max_concurrent_groups=-(-section.slots // section.group_size),
@@ -200,18 +204,20 @@ def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
         store=config.store_url,
         state_directory=config.run_dir / "server-0",
         agent_id="server-0",
-        port=section.server_port,
+        server=VllmServerSettings(
+            port=section.server_port,
+            tensor_parallel=config.weights.tensor_parallel,
+            data_parallel=config.weights.data_parallel,
+            expert_parallel=config.weights.expert_parallel,
+            max_model_len=config.batch.sequence_length,
+            max_num_seqs=section.slots,
+            cpu_threads=",".join(map(str, cores)) or "auto",
+            return_routed_experts=section.capture_routed_experts,
+            extra_args=tuple(section.server_args),
+        ),
         servers=section.servers,
         at_once=section.servers_at_once,
-        tensor_parallel=config.weights.tensor_parallel,
-        data_parallel=config.weights.data_parallel,
-        expert_parallel=config.weights.expert_parallel,
         kv_policy=KvPolicy(section.kv_policy),
         update_mode=UpdateMode(section.update_mode),
-        max_model_len=config.batch.sequence_length,
-        max_num_seqs=section.slots,
-        cpu_threads=",".join(map(str, cores)) or "auto",
-        moe_routing=section.capture_routed_experts,
-        extra_args=tuple(section.server_args),
         agent=AgentSettings(poll=POLL_S),
     )

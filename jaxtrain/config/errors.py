@@ -12,31 +12,13 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxtrain.config.base import Reference, Section
-from rollout_bridge.errors import ExpectedError
-from rollout_bridge.options import shown
+from rollout_bridge.options import WANTED, OptionsError, shown, unknown_key
 
 Path = tuple[str | int, ...]
 
-WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
 
-
-class ConfigError(ExpectedError, ValueError):
+class ConfigError(OptionsError):
     """A config that cannot be used. `problems` holds one line for each problem, all found at once."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def dotted(path: Path) -> str:
@@ -149,13 +131,10 @@ def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Sec
     readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
     if readers:
         return f"unknown key; only recipe {' or '.join(readers)} reads it"
-    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
     elsewhere = [dotted(known) for known, _ in walk_fields(model) if known[-1] == key]
-    if elsewhere:
+    if elsewhere and not difflib.get_close_matches(key, allowed, n=1):
         return f"unknown key here; it is {' or '.join(elsewhere)}"
-    return f"unknown key; allowed here: {', '.join(allowed)}"
+    return unknown_key(key, allowed)
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

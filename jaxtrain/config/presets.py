@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+# As small as tests like them; one an architecture beside nano.
+_TINY = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     # Small enough to learn a string task in minutes on two CPU cores, with every part of the large ones.
     # Linear weights are multiples of 128 so that FP8 blocks are whole.
@@ -87,40 +98,15 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "initializer_range": 0.041666666666666664,
     },
-    # Tiny ones for tests, one for each other architecture.
     "tiny_qwen3_moe": {
         "architecture": "qwen3_moe",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "intermediate_size": 256,
+        **_TINY,
         "moe_intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
-        "max_position_embeddings": 512,
     },
-    "tiny_qwen3": {
-        "architecture": "qwen3",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-    },
-    "tiny_llama": {
-        "architecture": "llama",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-    },
+    "tiny_qwen3": {"architecture": "qwen3", **_TINY},
+    "tiny_llama": {"architecture": "llama", **_TINY, "head_dim": 32},
 }
 
 # The models' own spellings.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,18 +48,26 @@ def token_logprobs(
     inverse_N = jnp.ones((n,), jnp.float32) if temperature_N is None else 1.0 / temperature_N
     counted_N = jnp.ones((n,), bool) if counted_N is None else counted_N
     order = Ordered(counted_N, chunk=min(chunk, n))
-    found_2N = _chunked(
-        order.chunk,
-        head_DV.shape[1],
-        order(hidden_ND),
-        padded_head(head_DV, hidden_ND.dtype),
-        order(targets_N),
-        order(inverse_N),
-        order.count,
-    )
+    found_2N = _chunked(order.chunk, head_DV.shape[1], order.tokens(hidden_ND, head_DV, targets_N, inverse_N))
     back_N = jnp.argsort(order.order_N)
     logprobs, entropy = jnp.where(counted_N, found_2N[:, :n][:, back_N], 0.0)
     return TokenLogprobs(logprobs, jax.lax.stop_gradient(entropy))
+
+
+class Tokens(NamedTuple):
+    """Tokens in whole chunks, of which the first `count` are used. scale_N: a number of each token."""
+
+    hidden_ND: jax.Array
+    head_DV: jax.Array
+    targets_N: jax.Array
+    scale_N: jax.Array
+    count: jax.Array
+
+
+def gradients(hidden_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array, scale_N: jax.Array) -> Tokens:
+    """What a backward pass returns: the gradients of `hidden` and `head`, and none of the rest."""
+    none, no_count = (np.zeros(shape, jax.dtypes.float0) for shape in (targets_N.shape, ()))
+    return Tokens(hidden_ND, head_DV, none, jnp.zeros_like(scale_N), no_count)  # type: ignore[arg-type]
 
 
 class Ordered:
@@ -73,34 +82,23 @@ class Ordered:
         moved = jnp.take(x_Nx, self.order_N, axis=0, unique_indices=True)
         return jnp.pad(moved, ((0, -x_Nx.shape[0] % self.chunk), *((0, 0) for _ in x_Nx.shape[1:])))
 
+    def tokens(
+        self, hidden_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array, scale_N: jax.Array
+    ) -> Tokens:
+        """The head gets columns of zeros up to a multiple of `VOCABULARY_MULTIPLE`."""
+        hidden_ND, dtype = self(hidden_ND), hidden_ND.dtype
+        head_DV = jnp.pad(head_DV, ((0, 0), (0, -head_DV.shape[1] % VOCABULARY_MULTIPLE))).astype(dtype)
+        return Tokens(hidden_ND, head_DV, self(targets_N), self(scale_N), self.count)
 
-def padded_head(head_DV: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The head with columns of zeros up to a multiple of `VOCABULARY_MULTIPLE`."""
-    return jnp.pad(head_DV, ((0, 0), (0, -head_DV.shape[1] % VOCABULARY_MULTIPLE))).astype(dtype)
 
-
-def _values(
-    chunk: int,
-    vocabulary: int,
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    inverse_N: jax.Array,
-    count: jax.Array,
-) -> jax.Array:
+def _values(chunk: int, vocabulary: int, tokens: Tokens) -> jax.Array:
     """Log-probabilities and entropies [2, N] of the first `count` tokens; N is a multiple of `chunk`."""
-    return _forward(chunk, vocabulary, hidden_ND, head_DV, targets_N, inverse_N, count)[0]
+    return _forward(chunk, vocabulary, tokens)[0]
 
 
-def _forward(
-    chunk: int,
-    vocabulary: int,
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    inverse_N: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(chunk: int, vocabulary: int, tokens: Tokens) -> tuple[jax.Array, tuple[Tokens, jax.Array]]:
+    hidden_ND, head_DV, targets_N, inverse_N, count = tokens
+
     def one(index: jax.Array, out_3N: jax.Array) -> jax.Array:
         start = index * chunk
         logits_CV = logits_of(
@@ -112,13 +110,13 @@ def _forward(
 
     empty = jnp.zeros((3, hidden_ND.shape[0]), jnp.float32)
     out_3N = jax.lax.fori_loop(0, chunks_of(count, chunk), one, empty)
-    return out_3N[:2], (hidden_ND, head_DV, targets_N, inverse_N, count, out_3N[2])
+    return out_3N[:2], (tokens, out_3N[2])
 
 
 def _backward(
-    chunk: int, vocabulary: int, residuals: tuple[jax.Array, ...], grad_2N: jax.Array
-) -> tuple[jax.Array | np.ndarray | None, ...]:
-    hidden_ND, head_DV, targets_N, inverse_N, count, normaliser_N = residuals
+    chunk: int, vocabulary: int, residuals: tuple[Tokens, jax.Array], grad_2N: jax.Array
+) -> tuple[Tokens]:
+    (hidden_ND, head_DV, targets_N, inverse_N, count), normaliser_N = residuals
     grad_N = jnp.where(jnp.arange(hidden_ND.shape[0]) < count, grad_2N[0], 0.0) * inverse_N
 
     def one(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -139,14 +137,7 @@ def _backward(
 
     zeros = (jnp.zeros_like(hidden_ND), jnp.zeros(head_DV.shape, jnp.float32))
     grad_hidden_ND, grad_head_DV = jax.lax.fori_loop(0, chunks_of(count, chunk), one, zeros)
-    none = np.zeros(targets_N.shape, jax.dtypes.float0)
-    return (
-        grad_hidden_ND,
-        grad_head_DV.astype(head_DV.dtype),
-        none,
-        jnp.zeros_like(inverse_N),
-        np.zeros((), jax.dtypes.float0),
-    )
+    return (gradients(grad_hidden_ND, grad_head_DV.astype(head_DV.dtype), targets_N, inverse_N),)
 
 
 _chunked = jax.custom_vjp(_values, nondiff_argnums=(0, 1))

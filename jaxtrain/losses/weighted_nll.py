@@ -13,10 +13,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.losses.token_logprobs import Ordered, chunk_at, chunks_of, logits_of, padded_head, softmax_of
+from jaxtrain.losses.token_logprobs import (
+    Ordered,
+    Tokens,
+    chunk_at,
+    chunks_of,
+    gradients,
+    logits_of,
+    softmax_of,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -48,30 +55,18 @@ def weighted_nll(
     loss, entropy = _summed(
         order.chunk,
         head_DV.shape[1],
-        order(hidden_ND),
-        padded_head(head_DV, hidden_ND.dtype),
-        order(targets_N),
-        order(weights_N.astype(jnp.float32)),
-        order.count,
+        order.tokens(hidden_ND, head_DV, targets_N, weights_N.astype(jnp.float32)),
     )
     return WeightedNll(loss, jax.lax.stop_gradient(entropy))
 
 
-def _sums(
-    chunk: int,
-    vocabulary: int,
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _sums(chunk: int, vocabulary: int, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     def one(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        found = _chunk(index * chunk, chunk, vocabulary, hidden_ND, head_DV, targets_N, weights_N)
+        found = _chunk(index * chunk, chunk, vocabulary, tokens)
         return sums[0] + found.loss, sums[1] + found.entropy
 
     zero = jnp.zeros((), jnp.float32)
-    return jax.lax.fori_loop(0, chunks_of(count, chunk), one, (zero, zero))
+    return jax.lax.fori_loop(0, chunks_of(tokens.count, chunk), one, (zero, zero))
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,8 @@ class _Chunk:
     grad_CV: jax.Array
 
 
-def _chunk(
-    start: jax.Array,
-    chunk: int,
-    vocabulary: int,
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-) -> _Chunk:
+def _chunk(start: jax.Array, chunk: int, vocabulary: int, tokens: Tokens) -> _Chunk:
+    hidden_ND, head_DV, targets_N, weights_N, _ = tokens
     hidden_CD, targets_C, weights_C = (chunk_at(x, start, chunk) for x in (hidden_ND, targets_N, weights_N))
     found = softmax_of(logits_of(hidden_CD, head_DV, vocabulary), targets_C)
     is_target_CV = jnp.arange(head_DV.shape[1])[None] == targets_C[:, None]
@@ -107,18 +95,14 @@ def _chunk(
 
 
 def _forward(
-    chunk: int,
-    vocabulary: int,
-    hidden_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-    count: jax.Array,
+    chunk: int, vocabulary: int, tokens: Tokens
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    hidden_ND, head_DV, targets_N, weights_N, count = tokens
+
     def one(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         loss, entropy, grad_hidden_ND, grad_head_DV = sums
         start = index * chunk
-        found = _chunk(start, chunk, vocabulary, hidden_ND, head_DV, targets_N, weights_N)
+        found = _chunk(start, chunk, vocabulary, tokens)
         grad_CD = jnp.einsum("CV,DV->CD", found.grad_CV, head_DV).astype(hidden_ND.dtype)
         added_DV = jnp.einsum("CD,CV->DV", found.hidden_CD, found.grad_CV, preferred_element_type=jnp.float32)
         return (
@@ -130,21 +114,17 @@ def _forward(
 
     zero = jnp.zeros((), jnp.float32)
     empty = (zero, zero, jnp.zeros_like(hidden_ND), jnp.zeros(head_DV.shape, jnp.float32))
-    loss, entropy, *gradients = jax.lax.fori_loop(0, chunks_of(count, chunk), one, empty)
-    return (loss, entropy), (*gradients, head_DV[:0], targets_N, weights_N)
+    loss, entropy, *grads = jax.lax.fori_loop(0, chunks_of(count, chunk), one, empty)
+    return (loss, entropy), (*grads, head_DV[:0], targets_N, weights_N)
 
 
 def _backward(
     chunk: int, vocabulary: int, residuals: tuple[jax.Array, ...], grads: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array | np.ndarray, ...]:
+) -> tuple[Tokens]:
     grad_hidden_ND, grad_head_DV, head_0V, targets_N, weights_N = residuals
-    return (
-        (grads[0] * grad_hidden_ND).astype(grad_hidden_ND.dtype),
-        (grads[0] * grad_head_DV).astype(head_0V.dtype),
-        np.zeros(targets_N.shape, jax.dtypes.float0),
-        jnp.zeros_like(weights_N),
-        np.zeros((), jax.dtypes.float0),
-    )
+    grad_hidden_ND = (grads[0] * grad_hidden_ND).astype(grad_hidden_ND.dtype)
+    grad_head_DV = (grads[0] * grad_head_DV).astype(head_0V.dtype)
+    return (gradients(grad_hidden_ND, grad_head_DV, targets_N, weights_N),)
 
 
 _summed = jax.custom_vjp(_sums, nondiff_argnums=(0, 1))

@@ -77,29 +77,16 @@ def layout_of(ids_Nk: jax.Array, sizes: Sizes) -> Layout:
 
 
 @jax.custom_vjp
-def block_experts(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
+def block_experts(x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels) -> jax.Array:
     """See `routed_experts`. Kernels of the id E get no gradient."""
-    return _forward(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)[0]
+    return _forward(x_ND, ids_Nk, weights_Nk, kernels)[0]
 
 
 def _forward(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    sizes = Sizes.of(ids_Nk.size, gate_EDF.shape[0])
+    sizes = Sizes.of(ids_Nk.size, kernels[0].shape[0])
     layout = layout_of(ids_Nk, sizes)
-    kernels = (gate_EDF, up_EDF, down_EFD)
     rows_SD, scale_S = _rows_of_tokens(x_ND, layout), take_or_zero(weights_Nk.reshape(-1), layout.sources_S)
     out_SD, gate_SF, up_SF = jax.lax.cond(
         layout.even,
@@ -121,7 +108,7 @@ def _backward(residuals: tuple[Any, ...], grad_ND: jax.Array) -> tuple[Any, ...]
     )
     no_grad = np.zeros(weights_Nk.shape, jax.dtypes.float0)
     grad_weights_Nk = take_or_zero(grad_scale_S, layout.slots_Nk)
-    return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, *grad_kernels
+    return _sum_of_choices(grad_rows_SD, layout), no_grad, grad_weights_Nk, grad_kernels
 
 
 block_experts.defvjp(_forward, _backward)

@@ -91,9 +91,7 @@ def parallel_experts(
     x_BSD: jax.Array,
     ids_BSk: jax.Array,
     weights_BSk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    kernels: Kernels,
     *,
     mesh: Mesh,
     implementation: ExpertImplementation,
@@ -105,7 +103,7 @@ def parallel_experts(
     exchange: by default RAGGED where the platform has it (TPU, GPU), else PADDED.
     Raises ValueError when the expert axis does not divide the experts.
     """
-    devices, experts = axis_size(mesh, EXPERT_AXIS), gate_EDF.shape[0]
+    devices, experts = axis_size(mesh, EXPERT_AXIS), kernels[0].shape[0]
     if experts % devices:
         raise ValueError(
             f"{experts} experts are not divisible by the {devices} devices of mesh axis {EXPERT_AXIS!r}; "
@@ -130,10 +128,7 @@ def parallel_experts(
     )
     split_width = axis_size(mesh, TENSOR_AXIS) > 1
 
-    def local(
-        x: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-    ) -> jax.Array:
-        kernels = (gate, up, down)
+    def local(x: jax.Array, ids: jax.Array, weights: jax.Array, kernels: Kernels) -> jax.Array:
         x_ND = x.reshape(-1, x.shape[-1])
         ids_Nk, weights_Nk = (a.reshape(x_ND.shape[0], -1) for a in (ids, weights))
         if devices == 1:
@@ -151,10 +146,10 @@ def parallel_experts(
     out = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(tokens, tokens, tokens, into, into, from_),
+        in_specs=(tokens, tokens, tokens, (into, into, from_)),
         out_specs=PartitionSpec(TENSOR_AXIS, *tokens) if split_width else tokens,
         check_vma=False,
-    )(x_BSD, ids_BSk, weights_BSk, gate_EDF, up_EDF, down_EFD)
+    )(x_BSD, ids_BSk, weights_BSk, kernels)
     # Summed out here, so that the backward pass has nothing to sum over the tensor axis for this output.
     return out.sum(0) if split_width else out
 
@@ -276,7 +271,7 @@ def _local_experts(
     x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels, plan: _Plan
 ) -> jax.Array:
     return routed_experts(
-        x_ND, ids_Nk, weights_Nk, *kernels, implementation=plan.implementation, platform=plan.platform
+        x_ND, ids_Nk, weights_Nk, kernels, implementation=plan.implementation, platform=plan.platform
     )
 
 

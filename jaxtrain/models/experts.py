@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.models.config import ExpertImplementation, ModelConfig
 from jaxtrain.models.expert_blocks import Sizes, block_experts
+from jaxtrain.models.expert_windows import Kernels
 from jaxtrain.models.parameters import normal, parameter
 from jaxtrain.models.router import Routing
 
@@ -29,29 +30,31 @@ class Experts(nnx.Module):
 
     def __call__(self, x_ND: jax.Array, routing: Routing) -> jax.Array:
         """Weighted sum of each token's experts -> [N, D]."""
-        weights = (w[...].astype(x_ND.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         implementation = self.config.expert_implementation
-        return routed_experts(x_ND, routing.ids, routing.weights, *weights, implementation=implementation)
+        return routed_experts(
+            x_ND, routing.ids, routing.weights, self.kernels(x_ND.dtype), implementation=implementation
+        )
+
+    def kernels(self, dtype: jax.typing.DTypeLike) -> Kernels:
+        return tuple(w[...].astype(dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
 
 
 def routed_experts(
     x_ND: jax.Array,
     ids_Nk: jax.Array,
     weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    kernels: Kernels,
     *,
     implementation: ExpertImplementation,
     platform: str | None = None,
 ) -> jax.Array:
     """sum over k of weights * down(silu(gate(x)) * up(x)) of the experts `ids` -> [N, D] in the dtype of x.
 
-    ids: integers in [0, E]. The id E marks an unused slot and contributes nothing, whatever its weight, so a
-    device that holds some of the experts passes E for the others. platform: cpu, gpu or tpu, None for the
-    default one; AUTO chooses by it.
+    kernels: gate and up [E, D, F], down [E, F, D]. ids: integers in [0, E]. The id E marks an unused slot and
+    contributes nothing, whatever its weight, so a device that holds some of the experts passes E for the
+    others. platform: cpu, gpu or tpu, None for the default one; AUTO chooses by it.
     """
-    num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
+    num_experts, k = kernels[0].shape[0], ids_Nk.shape[1]
     chosen = resolve(
         implementation,
         platform=jax.default_backend() if platform is None else platform,
@@ -65,7 +68,7 @@ def routed_experts(
         ExpertImplementation.BLOCKS: block_experts,
         ExpertImplementation.RAGGED: _ragged,
     }[chosen]
-    return function(x_ND, ids_Nk, weights_Nk, gate_EDF, up_EDF, down_EFD)
+    return function(x_ND, ids_Nk, weights_Nk, kernels)
 
 
 def resolve(
@@ -85,28 +88,16 @@ def resolve(
     return ExpertImplementation.BLOCKS if slots < tokens * num_experts else ExpertImplementation.DENSE
 
 
-def _dense(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
+def _dense(x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels) -> jax.Array:
+    gate_EDF, up_EDF, down_EFD = kernels
     chosen_NkE = jax.nn.one_hot(ids_Nk, gate_EDF.shape[0], dtype=x_ND.dtype)
     weights_NE = jnp.einsum("NkE,Nk->NE", chosen_NkE, weights_Nk)
     hidden = jax.nn.silu(jnp.einsum("ND,EDF->ENF", x_ND, gate_EDF)) * jnp.einsum("ND,EDF->ENF", x_ND, up_EDF)
     return jnp.einsum("ENF,EFD,NE->ND", hidden, down_EFD, weights_NE, optimize=[(0, 1), (0, 1)])
 
 
-def _ragged(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
+def _ragged(x_ND: jax.Array, ids_Nk: jax.Array, weights_Nk: jax.Array, kernels: Kernels) -> jax.Array:
+    gate_EDF, up_EDF, down_EFD = kernels
     num_experts, k = gate_EDF.shape[0], ids_Nk.shape[1]
     flat = ids_Nk.reshape(-1)
     order = jnp.argsort(flat, stable=True)

@@ -55,12 +55,11 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, Routing]:
         """Does not flatten rows and sequence: their mesh axes differ, so that would move tokens."""
         routing = jax.vmap(self.router)(x_BSD, replay_BSk)
-        kernels = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
         out = parallel_experts(
             x_BSD,
             routing.ids,
             routing.weights,
-            *(kernel[...].astype(x_BSD.dtype) for kernel in kernels),
+            self.experts.kernels(x_BSD.dtype),
             mesh=mesh,
             implementation=self.config.expert_implementation,
         )

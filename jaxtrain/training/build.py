@@ -105,12 +105,13 @@ def trainable(
     choices = select(optimizer, shapes)
     frozen = frozenset(path for path, choice in choices.items() if choice.method is Method.frozen)
     transformation = build(optimizer, shapes)
-    placement = place(definition, transformation, mesh, frozen=frozen, further=further)
+    abstract = abstract_state(definition, transformation, frozen=frozen, further=further)
+    placement = place(definition, abstract, mesh)
     return Trainable(
         definition=definition,
         optimizer=transformation,
         placement=placement,
-        abstract=abstract_state(definition, transformation, frozen=frozen, further=further),
+        abstract=abstract,
         step=compile_apply(
             transformation,
             placement,

@@ -73,29 +73,21 @@ def abstract_state(
     )
 
 
-def place(
-    definition: Definition,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | AbstractMesh,
-    *,
-    frozen: frozenset[str] = frozenset(),
-    further: Mapping[str, jax.ShapeDtypeStruct] | None = None,
-) -> StatePlacement:
+def place(definition: Definition, abstract: TrainState, mesh: Mesh | AbstractMesh) -> StatePlacement:
     """Shardings of state and batch; a parameter of a further model lies as the model's own of that path.
 
     Raises `sharding.ShardingError` before anything is allocated.
     """
     where = parameter_shardings(definition, mesh)
-    where |= {path: where[path.partition("/")[2]] for path in further or {}}
-    abstract = abstract_state(definition, optimizer, frozen=frozen, further=further)
-    params, kept, buffers = (
-        {path: where[path] for path in part} for part in (abstract.params, abstract.frozen, abstract.buffers)
+    params, frozen, buffers = (
+        {path: where[path if path in where else path.partition("/")[2]] for path in part}
+        for part in (abstract.params, abstract.frozen, abstract.buffers)
     )
     return StatePlacement(
         mesh=mesh,
         state=TrainState(
             params=params,
-            frozen=kept,
+            frozen=frozen,
             buffers=buffers,
             optimizer=shardings_like(abstract.optimizer, abstract.params, params, mesh),
         ),

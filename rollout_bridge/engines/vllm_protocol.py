@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,14 +120,12 @@ def only_version(completion: Completion, version: int) -> Completion:
     kept = first.end if first.version == version else 0
     experts = completion.routed_experts
     prompt = 0 if experts is None else len(experts) - len(completion.token_ids)
-    return Completion(
-        request_id=completion.request_id,
+    return replace(
+        completion,
         token_ids=completion.token_ids[:kept],
         logprobs=completion.logprobs[:kept],
         spans=(first,) if kept else (),
         finish_reason=FinishReason.ABORT,
-        kv_policy=completion.kv_policy,
-        seconds=completion.seconds,
         routed_experts=None if experts is None else experts[: prompt + kept],
     )
 

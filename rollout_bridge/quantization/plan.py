@@ -139,28 +139,6 @@ def plan_for(
     return QuantizationPlan(formats, BLOCK, tuple(sorted(plain | refused_experts)))
 
 
-def check_servable(
-    plan: QuantizationPlan,
-    sources: Iterable[TensorSource],
-    *,
-    serving: ServingLayout,
-    head_dim: int | None = None,
-) -> None:
-    """Raises ValueError naming a matrix that an FP8 engine of this layout refuses."""
-    mine = plan_for(sources, serving=serving, head_dim=head_dim)
-    refused = [
-        name
-        for name, chosen in plan.formats.items()
-        if chosen is Format.fp8_block and mine.formats.get(name) is not Format.fp8_block
-    ]
-    if refused:
-        raise ValueError(
-            f"quantization plan: {serving} cannot take {len(refused)} FP8 matrices in blocks of {BLOCK[0]}, "
-            f"the first is {refused[0]}. Serve with the layout the run was planned for, serve BF16, or start "
-            "a run whose plan is made for this layout"
-        )
-
-
 # Matrices that the engine runs as one layer, and therefore quantises all or none; all of one role, but for
 # experts.
 _Layer = tuple[TensorSource, ...]

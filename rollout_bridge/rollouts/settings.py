@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.rollouts.transcript import Limits
 
 
 class WorkerError(ExpectedError, RuntimeError):
@@ -16,8 +17,7 @@ class WorkerSettings:
     """How a worker samples, and its timeouts. All times are in seconds.
 
     run_seed: of all sampling seeds of the run. group_size: episodes of each prompt (GRPO's G).
-    max_tokens: generated tokens of one turn. max_turns: turns of the policy in one episode.
-    max_length: tokens of one episode in all. episode_seconds: wall time of one training episode.
+    limits: of one training episode.
     temperature: of training episodes; 0 is greedy.
     stop_ids: tokens that end a turn; empty: the tokenizer's end-of-sequence token.
     task_tries: of a task that cannot be read or an episode that fails, before it is recorded as failed.
@@ -31,10 +31,7 @@ class WorkerSettings:
 
     run_seed: int
     group_size: int
-    max_tokens: int
-    max_turns: int
-    max_length: int
-    episode_seconds: float
+    limits: Limits
     temperature: float
     stop_ids: tuple[int, ...]
     task_tries: int
@@ -50,9 +47,7 @@ class WorkerSettings:
     poll_seconds: float
 
     def __post_init__(self) -> None:
-        at_least_one = ("group_size", "max_tokens", "max_turns", "max_length", "task_tries")
-        at_least_one += ("max_concurrent_groups", "claim_groups", "segment_groups")
-        for name in at_least_one:
+        for name in ("group_size", "task_tries", "max_concurrent_groups", "claim_groups", "segment_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollouts.{name}: {getattr(self, name)} must be at least 1")
         if self.temperature < 0:

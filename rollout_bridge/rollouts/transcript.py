@@ -43,6 +43,10 @@ class Limits:
     turns: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.answer_tokens, self.turns) < 1:
+            raise ValueError(f"rollouts: tokens, answer_tokens and turns of {self} must be at least 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:

@@ -25,7 +25,7 @@ from rollout_bridge.rollouts.evaluation import Evaluator
 from rollout_bridge.rollouts.generation import EngineCaller, derive_seed, wait_ready
 from rollout_bridge.rollouts.scoring import ScoringPool
 from rollout_bridge.rollouts.settings import WorkerError, WorkerSettings
-from rollout_bridge.rollouts.transcript import Limits, Origin, Tokenizer
+from rollout_bridge.rollouts.transcript import Origin, Tokenizer
 from rollout_bridge.store import Store
 from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.trajectories.claims import Claim, ClaimBook
@@ -121,12 +121,12 @@ class RolloutWorker:
         stop = stop if stop is not None else _stop_on_signals()
         settings = self._settings
         evaluator = Evaluator(
-            self._store,
-            self._caller,
-            self._environment.held_out,
-            self._tokenizer,
-            self._processes,
-            settings,
+            store=self._store,
+            caller=self._caller,
+            environment=self._environment.held_out,
+            tokenizer=self._tokenizer,
+            processes=self._processes,
+            settings=settings,
             worker=self.writer_id,
             stop_ids=self._stop_ids,
         )
@@ -217,17 +217,11 @@ class RolloutWorker:
     async def _group(self, index: int, attempt: int) -> list[Trajectory]:
         """A group of episodes of prompt `index`."""
         settings = self._settings
-        limits = Limits(
-            tokens=settings.max_length,
-            answer_tokens=settings.max_tokens,
-            turns=settings.max_turns,
-            seconds=settings.episode_seconds,
-        )
         return await play(
             self._environment,
             index % self._environment.size,
             [partial(self._policy, index, attempt, member) for member in range(settings.group_size)],
-            limits,
+            settings.limits,
             tries=settings.task_tries,
             created_at=self._clock,
         )

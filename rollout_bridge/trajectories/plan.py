@@ -7,15 +7,19 @@ choosing anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
+from rollout_bridge.trajectories.gate import fresh_mask
 from rollout_bridge.trajectories.log import read_segment
 from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.trajectories.segment import SegmentError
+from rollout_bridge.waiting import wait_for
 
 PREFIX = "plans/"
 FORMAT_VERSION = 1
@@ -166,15 +170,38 @@ def discard_plans_after(store: Store, step: int) -> list[int]:
     return discarded
 
 
-def load_rows(
-    store: Store, plan: Plan, cache: dict[str, list[Trajectory]] | None = None
-) -> list[tuple[PlanRow, Trajectory]]:
-    """The plan's rows with their trajectories, in the plan's order.
+def wait_for_plan(
+    store: Store, step: int, *, timeout: float, poll: float, sleep: Callable[[float], object]
+) -> Plan:
+    """The plan of `step`, once process 0 has made it. Raises `PlanError` after `timeout` seconds."""
+    return wait_for(
+        lambda: read_plan(store, step),
+        f"{plan_key(step)} in {store.url}: process 0 makes it before the step. Look at its log, and whether "
+        "rollout workers deliver trajectories",
+        timeout=timeout,
+        poll=poll,
+        error=PlanError,
+        sleep=sleep,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One use of a trajectory: its advantage (the same for every token) and mask, bool [T]: trainable and
+    fresh.
+    """
+
+    trajectory: Trajectory
+    advantage: float
+    mask: np.ndarray
+
+
+def load_rows(store: Store, plan: Plan, cache: dict[str, list[Trajectory]]) -> list[Row]:
+    """The plan's rows with their trajectories, in the plan's order, the same in every process.
 
     cache: segments by key that need no reading again; left with the segments of this plan.
     Raises `PlanError` if a segment is gone, bad, or does not hold what the plan says.
     """
-    cache = {} if cache is None else cache
     needed = {row.segment for row in plan.rows}
     for key in cache.keys() - needed:
         del cache[key]
@@ -195,7 +222,11 @@ def load_rows(
                 f"{row.segment}, which holds "
                 f"{found}. {_way_out(plan.step)}"
             )
-        loaded.append((row, rows[row.row]))
+        trajectory = rows[row.row]
+        mask = fresh_mask(
+            trajectory.versions, trajectory.trainable, version=plan.version, max_lag=plan.max_lag
+        )
+        loaded.append(Row(trajectory=trajectory, advantage=row.advantage, mask=mask))
     return loaded
 
 

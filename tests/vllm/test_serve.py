@@ -38,9 +38,11 @@ SERVE = """
 import logging, pathlib, sys
 from rollout_bridge.serve import ServeSettings, serve
 from rollout_bridge.agent import AgentSettings
+from rollout_bridge.engines.vllm_server import VllmServerSettings
 logging.basicConfig(level=logging.INFO)
 serve(ServeSettings(store=sys.argv[1], state_directory=pathlib.Path(sys.argv[2]), agent_id="host-a",
-    port=int(sys.argv[3]), max_model_len=2048, max_num_seqs=16, kv_cache_gib=0.25, startup_timeout=300,
+    server=VllmServerSettings(port=int(sys.argv[3]), max_model_len=2048, max_num_seqs=16, kv_cache_gib=0.25,
+        startup_timeout=300),
     first_version_timeout=60, agent=AgentSettings(poll=0.1, retry=0.1)))
 """
 DEADLINE = 400.0
@@ -183,9 +185,9 @@ def test_a_busy_port_ends_serving_before_the_store_is_opened(
             store="no such scheme://x",
             state_directory=tmp_path,
             agent_id="a",
-            port=other.getsockname()[1],
+            server=VllmServerSettings(port=other.getsockname()[1]),
         )
-        with pytest.raises(EngineError, match=rf"port {settings.port} .*choose another port"):
+        with pytest.raises(EngineError, match=rf"port {settings.server.port} .*choose another port"):
             serve(settings)
 
 
@@ -223,7 +225,7 @@ def test_a_run_without_a_version_is_waited_for_and_then_named(tmp_path: Path) ->
         store=f"file://{tmp_path}/store",
         state_directory=tmp_path / "state",
         agent_id="a",
-        port=free_port(),
+        server=VllmServerSettings(port=free_port()),
         first_version_timeout=0.3,
     )
     with pytest.raises(
@@ -242,7 +244,11 @@ def test_a_cpu_gets_a_bounded_cache_no_compilation_and_whole_prompts(tmp_path: P
 
 def test_servers_of_a_host_share_its_cores_or_gpus_and_have_ports_of_their_own(tmp_path: Path) -> None:
     settings = ServeSettings(
-        store="x", state_directory=tmp_path, agent_id="a", servers=2, tensor_parallel=2, cpu_threads="0-5,8,9"
+        store="x",
+        state_directory=tmp_path,
+        agent_id="a",
+        servers=2,
+        server=VllmServerSettings(tensor_parallel=2, cpu_threads="0-5,8,9"),
     )
     on_cpu = [serving.server_settings(settings, gpus=(), number=number) for number in range(2)]
     assert [server.cpu_threads for server in on_cpu] == ["0,1|2,3", "4,5|8,9"]

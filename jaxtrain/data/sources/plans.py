@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,11 +19,18 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep, Row
 from rollout_bridge.trajectories.gate import Gate
 from rollout_bridge.trajectories.groups import Boundary
-from rollout_bridge.trajectories.plan import PlanError, discard_plans_after
+from rollout_bridge.trajectories.plan import (
+    Plan,
+    PlanError,
+    Row,
+    discard_plans_after,
+    load_rows,
+    wait_for_plan,
+)
 from rollout_bridge.trajectories.planner import Planner
+from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.trajectories.selection import Advantage, Filter, SelectionSettings
 from sharding import processes
 
@@ -135,11 +142,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
         section = planning.config.trajectories
         self._ahead = min(section.plans_ahead, section.max_lag)
         self._planner = planning.planner(self._sleep)
-        self._plans = iter(
-            PlanDataset(
-                planning.store, timeout_seconds=self._timeout, poll_seconds=POLL_SECONDS, sleep=self._sleep
-            )
-        )
+        self._segments: dict[str, list[Trajectory]] = {}
 
     def __next__(self) -> Packed:
         if self._step >= self._spec.steps:
@@ -153,8 +156,10 @@ class _Iterator(grain.DatasetIterator[Packed]):
                 timeout=self._timeout,
                 target_tokens=int(FILL * shape.positions),
             )
-        planned = next(self._plans)
-        packed = self._packed(planned, shape)
+        plan = wait_for_plan(
+            planning.store, self._step, timeout=self._timeout, poll=POLL_SECONDS, sleep=self._sleep
+        )
+        packed = self._packed(plan, shape)
         self._step += 1
         self._tokens += packed.batch.valid_tokens()
         return packed
@@ -164,17 +169,17 @@ class _Iterator(grain.DatasetIterator[Packed]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._step, self._tokens = int(state["step"]), int(state["tokens"])
-        self._plans.set_state({"step": self._step})
 
-    def _packed(self, planned: PlannedStep, shape: BatchShape) -> Packed:
+    def _packed(self, plan: Plan, shape: BatchShape) -> Packed:
         planning = self._planning
+        loaded = load_rows(planning.store, plan, self._segments)
         batch = pack(
-            [document(row, planning.advantage, planning.config.rl.average) for row in planned.rows],
+            [document(row, planning.advantage, planning.config.rl.average) for row in loaded],
             rows=shape.rows,
             sequence_length=shape.sequence_length,
             columns=self._spec.columns,
         )
-        return Packed(batch, trajectory_metrics(planned))
+        return Packed(batch, trajectory_metrics(plan, loaded))
 
     def _sleep(self, seconds: float) -> None:
         if self._spec.interrupted():
@@ -203,16 +208,16 @@ def document(
     return Document(tokens=trajectory.token_ids, loss_weights=weights, columns=columns)
 
 
-def trajectory_metrics(planned: PlannedStep) -> dict[str, float]:
+def trajectory_metrics(plan: Plan, rows: Sequence[Row]) -> dict[str, float]:
     """Reward, and lag in versions of the tokens trained on."""
-    lags = np.concatenate([planned.version - row.trajectory.versions[row.mask] for row in planned.rows])
-    trainable = sum(int(row.trajectory.trainable.sum()) for row in planned.rows)
+    lags = np.concatenate([plan.version - row.trajectory.versions[row.mask] for row in rows])
+    trainable = sum(int(row.trajectory.trainable.sum()) for row in rows)
     return {
-        "reward_mean": float(np.mean([row.trajectory.reward for row in planned.rows])),
+        "reward_mean": float(np.mean([row.trajectory.reward for row in rows])),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
         "masked_fraction": 1.0 - lags.size / max(trainable, 1),
-        "trajectories": len(planned.rows),
-        "mean_length": float(np.mean([len(row.trajectory.token_ids) for row in planned.rows])),
-        "plan_version": planned.version,
+        "trajectories": len(rows),
+        "mean_length": float(np.mean([len(row.trajectory.token_ids) for row in rows])),
+        "plan_version": plan.version,
     }

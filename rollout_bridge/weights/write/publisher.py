@@ -23,8 +23,6 @@ from typing import Any
 
 import jax
 
-from rollout_bridge.architectures.tensors import TensorSource
-from rollout_bridge.quantization.plan import QuantizationPlan
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.format.manifest import BrokenVersion, Kind, Latest, Manifest
 from rollout_bridge.weights.format.run import RunInfo
@@ -80,7 +78,6 @@ class Publisher:
     """Publishes the parameters of one run. `take_over` (or `join`) comes before the first `publish`.
 
     run: as `create_or_join` returned it. full_every, settings: how the chain is written.
-    sources, plan: those of the run, checked if given.
     retention: which old versions are kept; None: all of them.
     devices: this process writes their shards; by default its own devices. In a job of several processes all
     call the same methods in the same order.
@@ -95,15 +92,11 @@ class Publisher:
         *,
         run: RunInfo,
         full_every: int,
-        sources: Sequence[TensorSource] | None = None,
-        plan: QuantizationPlan | None = None,
         settings: WriterSettings | None = None,
         retention: Retention | None = None,
         devices: Sequence[Any] | None = None,
         compaction: Compaction = Compaction.AUTO,
     ) -> None:
-        if tuple(sources or run.sources) != run.sources or (plan or run.plan) != run.plan:
-            raise ValueError("publisher: sources or plan are not those of the run; build the run from them")
         self._writer = ChainWriter(store, run, settings or WriterSettings(), full_every=full_every)
         self._derivation = Derivation(run)
         self._extractor = Extractor(self._derivation.stacks, devices=devices, compaction=compaction)

@@ -89,7 +89,7 @@ def test_a_worker_has_the_schemas_defaults() -> None:
     assert settings.lease_seconds == section.lease_seconds == 60.0
     assert settings.flush_seconds == section.flush_seconds == 2.0
     assert settings.abort_retries == section.abort_retries == 3
-    assert settings.max_length == config().batch.sequence_length
+    assert settings.limits.tokens == config().batch.sequence_length
 
 
 def test_every_stop_token_of_the_model_ends_an_answer() -> None:
@@ -116,13 +116,14 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
     )
     assert settings.store == f"file://{tmp_path}/x/store"
     assert settings.state_directory == tmp_path / "x/server-0"
-    assert (settings.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
-    assert settings.extra_args == ("--seed=1",)
+    assert (settings.server.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
+    assert settings.server.extra_args == ("--seed=1",)
     assert (settings.update_mode, settings.servers, settings.at_once) == (UpdateMode.DRAIN, 3, 2)
-    assert (settings.tensor_parallel, settings.data_parallel, settings.expert_parallel) == (2, 1, False)
-    assert not settings.moe_routing
-    assert serve_settings(config("rollouts.capture_routed_experts=true")).moe_routing
-    assert settings.max_model_len == config().batch.sequence_length
+    server = settings.server
+    assert (server.tensor_parallel, server.data_parallel, server.expert_parallel) == (2, 1, False)
+    assert not server.return_routed_experts
+    assert serve_settings(config("rollouts.capture_routed_experts=true")).server.return_routed_experts
+    assert server.max_model_len == config().batch.sequence_length
 
 
 def test_vllm_on_a_cpu_cannot_send_experts() -> None:

@@ -34,6 +34,9 @@ class Loss:
     strength: float = 1.0
     columns: tuple = ()
 
+    def __call__(self, definition, params, batch):
+        raise NotImplementedError
+
 
 class Recipe(ExperimentConfig):
     program: ClassVar[str] = "elsewhere:run"
@@ -80,7 +83,9 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 def test_the_defaults_are_named_and_build(rl_yaml: Path) -> None:
     config = load(rl_yaml)
     references.check(config)
-    named = {where: (kind, reference.name) for where, kind, reference in references.references_of(config)}
+    found = list(references.references_of(config))
+    assert all(default for *_, default in found)
+    named = {where: (kind, reference.name) for where, kind, reference, _ in found}
     assert named == {
         "warm_start.loss": ("loss", "next_token"),
         "warm_start.source": ("source", "worked_answers"),
@@ -88,10 +93,7 @@ def test_the_defaults_are_named_and_build(rl_yaml: Path) -> None:
         "rl.advantage": ("advantage", "group_mean"),
         "trajectories.filters.0": ("filter", "no_signal"),
     }
-    built = [
-        references.build(kind, reference, where=where)
-        for where, kind, reference in references.references_of(config)
-    ]
+    built = [references.build(kind, reference, where=where) for where, kind, reference, _ in found]
     assert [one for one in built if not hasattr(one, "open")] == [
         NextToken(),
         DoubleSided(),

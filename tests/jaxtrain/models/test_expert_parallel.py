@@ -31,7 +31,7 @@ CHOICES = {
 
 def reference(x, weights, gate, up, down, ids):
     out = routed_experts(
-        x.reshape(-1, D), ids.reshape(-1, K), weights.reshape(-1, K), gate, up, down,
+        x.reshape(-1, D), ids.reshape(-1, K), weights.reshape(-1, K), (gate, up, down),
         implementation=ExpertImplementation.DENSE,
     )  # fmt: skip
     return (out.reshape(x.shape) * COTANGENT).sum(), out.reshape(x.shape)
@@ -44,7 +44,7 @@ def test_values_and_gradients_equal_those_of_one_device(buffer):
 
     def on_mesh(x, weights, gate, up, down, ids):
         out = parallel_experts(
-            x, ids, weights, gate, up, down, mesh=mesh, implementation=ExpertImplementation.BLOCKS,
+            x, ids, weights, (gate, up, down), mesh=mesh, implementation=ExpertImplementation.BLOCKS,
             buffer=buffer,
         )  # fmt: skip
         return (out * COTANGENT).sum(), out
@@ -76,10 +76,10 @@ def test_values_and_gradients_equal_those_of_one_device(buffer):
 
 def test_experts_that_the_axis_does_not_divide_are_refused():
     mesh = MeshSpec(ici={"expert": 8}).build()
-    kernels = [jnp.asarray(kernel[:6]) for kernel in KERNELS]
+    kernels = tuple(jnp.asarray(kernel[:6]) for kernel in KERNELS)
     with pytest.raises(ValueError, match="6 experts are not divisible by the 8 devices"):
         parallel_experts(
-            X, CHOICES["spread"], WEIGHTS, *kernels, mesh=mesh, implementation=ExpertImplementation.DENSE
+            X, CHOICES["spread"], WEIGHTS, kernels, mesh=mesh, implementation=ExpertImplementation.DENSE
         )
 
 
@@ -92,7 +92,7 @@ def test_auto_goes_by_the_devices_of_the_mesh(axes, platform, grouped, monkeypat
 
     def run(x, weights, ids, *kernels):
         return parallel_experts(
-            x, ids, weights, *kernels, mesh=mesh, implementation=ExpertImplementation.AUTO,
+            x, ids, weights, kernels, mesh=mesh, implementation=ExpertImplementation.AUTO,
             exchange=Exchange.PADDED,
         )  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_every_implementation_equals_each_tokens_own_products(kind):
     for implementation in ExpertImplementation:
         actual = graded(
             lambda v, implementation=implementation: routed_experts(
-                v["x"], ids, v["weights"], v["gate"], v["up"], v["down"], implementation=implementation
+                v["x"], ids, v["weights"], (v["gate"], v["up"], v["down"]), implementation=implementation
             )
         )
         for name, value in expected.items():

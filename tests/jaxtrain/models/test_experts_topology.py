@@ -26,7 +26,7 @@ def test_grouped_products_on_a_v5p_do_each_row_once(experts: int):
     def run(x_ND, ids_Nk, weights_Nk, *kernels):
         def experts_of(x_ND, weights_Nk, *kernels):
             return routed_experts(
-                x_ND, ids_Nk, weights_Nk, *kernels, implementation=ExpertImplementation.RAGGED, platform="tpu"
+                x_ND, ids_Nk, weights_Nk, kernels, implementation=ExpertImplementation.RAGGED, platform="tpu"
             )
 
         out, pull = jax.vjp(experts_of, x_ND, weights_Nk, *kernels)

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.muon_cost import step_share, work
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import define
 from jaxtrain.models.flops import training_flops
 from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
-from jaxtrain.optim.muon_cost import step_share, work
 from jaxtrain.optim.newton_schulz import Algorithm
 from jaxtrain.optim.optimizer import OptimizerConfig
 from tests.jaxtrain.models.tiny import HF_CONFIG

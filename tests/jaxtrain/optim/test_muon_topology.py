@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.muon_cost import work
 from jaxtrain.optim import newton_schulz
 from jaxtrain.optim.muon import MuonConfig, layout_of, scale_by_muon
-from jaxtrain.optim.muon_cost import work
 from sharding.collectives import collectives
 from sharding.mesh import MeshSpec
 

@@ -88,11 +88,12 @@ def parameters() -> dict[str, jax.Array]:
 def compiled(loss: Loss) -> Setup:
     """Programs of one loss on one device, with clipping far above every gradient here."""
     optimizer = optax.scale(-1.0)
-    placement = place(DEFINITION, optimizer, MeshSpec(ici={"fsdp": 1}).build(jax.devices()[:1]))
+    abstract = abstract_state(DEFINITION, optimizer)
+    placement = place(DEFINITION, abstract, MeshSpec(ici={"fsdp": 1}).build(jax.devices()[:1]))
     programs = compile_programs(
         DEFINITION,
         placement,
-        abstract_state(DEFINITION, optimizer),
+        abstract,
         loss=loss,
         microbatch=microbatch_shapes(POLICY_COLUMNS, rows=ROWS, sequence_length=SEQUENCE_LENGTH),
         step=compile_apply(optimizer, placement, clip_norm=1e6),

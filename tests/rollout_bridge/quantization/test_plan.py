@@ -13,7 +13,6 @@ from rollout_bridge.quantization.plan import (
     Format,
     QuantizationPlan,
     ServingLayout,
-    check_servable,
     plan_for,
 )
 
@@ -125,16 +124,6 @@ def test_a_layout_that_no_engine_loads_is_refused_by_name() -> None:
         plan_for(_sources(), serving=ServingLayout(12), head_dim=128)
     with pytest.raises(ValueError, match="data_parallel: 0 is not a positive number"):
         ServingLayout(data_parallel=0)
-
-
-def test_a_plan_of_another_layout_is_refused_before_an_engine_is_started() -> None:
-    sources = _sources()
-    plan = plan_for(sources, serving=ServingLayout(1), head_dim=128)
-    check_servable(plan, sources, serving=ServingLayout(1), head_dim=128)
-    with pytest.raises(ValueError, match=r"tensor_parallel=2.*FP8 matrices.*the first is .*proj\.weight"):
-        check_servable(plan, sources, serving=ServingLayout(2), head_dim=128)
-    of_two = plan_for(sources, serving=ServingLayout(2), head_dim=128)
-    check_servable(of_two, sources, serving=ServingLayout(1), head_dim=128)
 
 
 def test_unquantised_plans_list_every_matrix() -> None:

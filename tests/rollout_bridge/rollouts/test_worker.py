@@ -24,6 +24,7 @@ from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.rollouts.generation import derive_seed
 from rollout_bridge.rollouts.scoring import ScoringError, ScoringPool
 from rollout_bridge.rollouts.settings import WorkerError, WorkerSettings
+from rollout_bridge.rollouts.transcript import Limits
 from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.trajectories import accounting
@@ -38,10 +39,7 @@ from tests.rollout_bridge.trajectories.conftest import selection_settings
 SETTINGS = WorkerSettings(
     run_seed=5,
     group_size=4,
-    max_tokens=8,
-    max_turns=3,
-    max_length=24,
-    episode_seconds=600.0,
+    limits=Limits(tokens=24, answer_tokens=8, turns=3, seconds=600.0),
     temperature=1.0,
     stop_ids=(),
     task_tries=2,
@@ -244,7 +242,7 @@ def test_an_episode_that_raises_is_tried_again_then_recorded(store, engine, toke
 
 def test_an_episode_that_does_not_end_is_a_timeout_with_what_was_generated(store, engine, tokenizer) -> None:
     grant(store, 1)
-    options = replace(SETTINGS, group_size=1, episode_seconds=2.0, temperature=0.0)
+    options = replace(SETTINGS, group_size=1, limits=replace(SETTINGS.limits, seconds=2.0), temperature=0.0)
     work(store, engine, Endless(), tokenizer, written(store, 1), options=options)
     [row] = rows(store)
     assert (row.status, row.metadata["detail"]) == (Status.TIMEOUT, "the episode took over 2 s")

@@ -260,16 +260,16 @@ def test_discarded_plans_return_their_trajectories(store, make_group) -> None:
 def test_a_plan_whose_segment_is_gone_or_changed_says_the_way_out(store, make_group) -> None:
     key = SegmentWriter(store, "w").append(make_group(0))
     plan = planner(store, selection_settings(2 * TOKENS)).plan(3, 0, timeout=0)
-    assert [row.trajectory_id for _, row in load_rows(store, plan)] == ids(plan)
+    assert [row.trajectory.trajectory_id for row in load_rows(store, plan, {})] == ids(plan)
     data = store.read(key)
     store.delete(key)
     with pytest.raises(PlanError, match=rf"plans/00000003.json trains on {key}.*--discard-plans-after 2"):
-        load_rows(store, plan)
+        load_rows(store, plan, {})
     assert accounting.count(store).missing == 2
     other = SegmentWriter(store, "x").append(make_group(1))
     store.put(key, store.read(other))
     with pytest.raises(PlanError, match="expects 00000000/0 at row 0 .* holds 00000001/0"):
-        load_rows(store, plan)
+        load_rows(store, plan, {})
     store.put(key, data)
     assert accounting.count(store).missing == 0
 

@@ -13,7 +13,8 @@ from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
 
 
 def spelling(**options) -> ReasoningGym:
-    return ReasoningGym(**{"dataset": "spell_backward", "train_size": 200, "held_out_size": 20} | options)
+    given = {"task": "spell_backward", "train_prompts": 200, "held_out_prompts": 20} | options
+    return ReasoningGym(ReasoningGym.Options(**given), seed=0)
 
 
 @pytest.fixture(scope="module")
