@@ -60,7 +60,7 @@ def test_wrong_options_are_refused_before_jax_starts():
     assert problems == [
         "rl.loss.eps_low: -1.0 is not in (0, 1]",
         "rl.advantage.per_token: 1.5 is not in (0, 1]",
-        "trajectories.filters.0.above: missing; a number is required",
+        "trajectories.filters.0.above: missing; a value is required",
     ]
     for name, problem in zip(("loss", "advantage", "filter"), problems, strict=True):
         said(name, problem)

@@ -66,12 +66,12 @@ def test_the_source_leaves_out_what_the_runs_environment_holds_out(tokenizer):
         opened.append(options)
         return spelling(**options)
 
-    source = WorkedAnswers(environment={"train_size": 50})
+    source = WorkedAnswers(environment={"train_prompts": 50})
     documents = source.open(SourceTools(tokenizer, 0, environment))
-    assert {"train_size": 50} in opened and len(documents) == 50
+    assert {"train_prompts": 50} in opened and len(documents) == 50
     held_out = spelling().held_out
     out = {word(held_out.task(index)) for index in range(held_out.size)}
-    fifty = spelling(train_size=50)
+    fifty = spelling(train_prompts=50)
     for index in range(50):
         assert (documents[index] is None) == (word(fifty.task(index)) in out)
 
