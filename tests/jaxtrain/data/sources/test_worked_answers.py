@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, SourceTools
 from jaxtrain.data.sources.documents import packed
 from jaxtrain.data.sources.worked_answers import WorkedAnswers, WorkedDocuments
 from jaxtrain.data.tokenizer import build, prompts_of
-from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
+from rollout_bridge.rollouts.environments.reasoning_gym import Options, ReasoningGym
 
 
 def spelling(**options) -> ReasoningGym:
-    return ReasoningGym(**{"dataset": "spell_backward", "train_size": 200, "held_out_size": 20} | options)
+    usual = {"task": "spell_backward", "train_prompts": 200, "held_out_prompts": 20}
+    return ReasoningGym(Options(**usual | options), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +67,12 @@ def test_the_source_leaves_out_what_the_runs_environment_holds_out(tokenizer):
         opened.append(options)
         return spelling(**options)
 
-    source = WorkedAnswers(environment={"train_size": 50})
+    source = WorkedAnswers(environment={"train_prompts": 50})
     documents = source.open(SourceTools(tokenizer, 0, environment))
-    assert {"train_size": 50} in opened and len(documents) == 50
+    assert {"train_prompts": 50} in opened and len(documents) == 50
     held_out = spelling().held_out
     out = {word(held_out.task(index)) for index in range(held_out.size)}
-    fifty = spelling(train_size=50)
+    fifty = spelling(train_prompts=50)
     for index in range(50):
         assert (documents[index] is None) == (word(fifty.task(index)) in out)
 
@@ -79,5 +81,7 @@ def test_an_environment_without_worked_answers_is_refused(environment, tokenizer
     class Silent:
         size, task, held_out = 1, environment.task, environment.held_out
 
-    with pytest.raises(ValueError, match="environment Silent states no worked answers: set warm_start.steps"):
+    with pytest.raises(
+        ConfigError, match="environment Silent states no worked answers: set warm_start.steps"
+    ):
         WorkedDocuments(Silent(), tokenizer)
