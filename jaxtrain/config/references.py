@@ -98,7 +98,7 @@ def check(config: Section) -> None:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(list(dict.fromkeys(problems)))  # a source is built for the loss beside it too
 
 
 def check_columns(columns: Sequence[Any], filled: Collection[str], *, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ from tests.jaxtrain.config.test_errors import MINIMAL
 
 OURS = """
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from jaxtrain.config.base import required
+from jaxtrain.config.base import Reference, named, required, setting
 from jaxtrain.config.schema import ExperimentConfig
+from jaxtrain.data.batch import Column
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,25 @@ class Loss:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Margin(Loss):
+    columns: tuple = (Column("margin", "float32", 0.0, of="target"),)
+
+
+@dataclass(frozen=True)
+class Margins:
+    columns: frozenset = frozenset({"margin"})
+
+    def open(self, tools):
+        raise NotImplementedError
+
+
 class Recipe(ExperimentConfig):
     program: ClassVar[str] = "elsewhere:run"
     beta: float = required("of the recipe")
+    reward: Annotated[Reference, named("double_sided")] | None = setting(
+        Reference(name="double_sided"), "of the recipe", reference="loss"
+    )
 
 
 class NoRecipe:
@@ -183,6 +201,80 @@ def test_a_recipe_of_ones_own_is_a_config_with_its_own_fields(rl_yaml: Path, mod
     rl_yaml.write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"rl\.yaml: beta: missing; a value is required \(of the recipe\)"):
         load_config(rl_yaml)
+
+
+def test_a_loss_reads_only_columns_that_its_data_has(rl_yaml: Path, module: str) -> None:
+    """Worked answers have none besides the standard ones, plans no margin, and the own source has one."""
+    assert problems_of(rl_yaml, "warm_start.loss=double_sided", f"rl.loss={module}:Margin") == [
+        "warm_start.loss: reads behavior_logprobs, advantages, temperature, which this phase's data does not "
+        "have (it has no further columns); name another loss",
+        "rl.loss: reads margin, which this phase's data does not have (it has advantages, behavior_logprobs, "
+        "routed_experts, temperature); name another loss",
+    ]
+    references.check(load(rl_yaml, f"warm_start.loss={module}:Margin", f"warm_start.source={module}:Margins"))
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "missing"),
+    [
+        ("rl.loss", "jaxtrain.rl.filters.no_signal:NoSignal", "columns, __call__"),
+        ("rl.advantage", "jaxtrain.rl.filters.no_signal:NoSignal", "of_group, of_tokens"),
+        ("trajectories.filters", "jaxtrain.rl.advantages.group_mean:GroupMean", "reason, keep"),
+        ("warm_start.source", "jaxtrain.losses.next_token:NextToken", "open"),
+    ],
+)
+def test_a_class_of_another_kind_is_refused_by_name(
+    rl_yaml: Path, field: str, name: str, missing: str
+) -> None:
+    """Once, also where the loss beside a source is looked at for it."""
+    several = field == "trajectories.filters"
+    [problem] = problems_of(rl_yaml, f"{field}=[{name}]" if several else f"{field}={name}")
+    assert problem.startswith(f"{field}{'.0' if several else ''}.name: {name!r} has no {missing}, which ")
+
+
+def test_defaults_build_nothing(rl_yaml: Path) -> None:
+    """A config that names no code is checked without jax, which every loss and source imports."""
+    program = (
+        "import sys; from jaxtrain.config.load import load_config; from jaxtrain.config import references;"
+        "references.check(load_config(sys.argv[1])); print([m for m in ('jax', 'grain') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(rl_yaml)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert result.stdout == "[]\n"
+
+
+def test_an_optional_reference_may_be_null(rl_yaml: Path, module: str) -> None:
+    """Here one that has a default: null names nothing, and a wrong name is still found."""
+    values = {name: MINIMAL[name] for name in ("model", "batch")}
+    rl_yaml.write_text(yaml.safe_dump(values | {"recipe": f"{module}:Recipe", "beta": 0.5}))
+    assert [found[:2] for found in references.references_of(load_config(rl_yaml))] == [("reward", "loss")]
+    absent = load_config(rl_yaml, ["reward=null"])
+    references.check(absent)
+    assert list(references.references_of(absent)) == []
+    [problem] = problems_of(rl_yaml, "reward=next_tokens")
+    assert problem.startswith("reward.name: loss 'next_tokens' is unknown")
+
+
+@pytest.mark.parametrize("given", ["code", None], ids=["relative", "null"])
+def test_the_directory_of_modules_is_absolute(
+    rl_yaml: Path, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    """A relative one is of the working directory, null is the config file's directory."""
+    expected = tmp_path / "code" if given else tmp_path
+    if given:
+        expected.mkdir()
+        (tmp_path / f"{module}.py").rename(expected / f"{module}.py")
+    rl_yaml.write_text(yaml.safe_dump(MINIMAL | {"modules": given}))
+    config = load(Path(rl_yaml.name), f"rl.loss={module}:Loss")
+    assert config.modules == str(expected)
+    monkeypatch.chdir("/")  # where a process of the run may be
+    assert type(references.build("loss", config.rl.loss, where="rl.loss")).__name__ == "Loss"
 
 
 def test_a_recipe_that_is_no_config_is_refused(rl_yaml: Path, module: str) -> None:

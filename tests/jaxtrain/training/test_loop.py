@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxtrain.training.metrics import MetricsWriter, read_metrics
 from jaxtrain.training.phase import Phase, stages
 from jaxtrain.training.progress import PhaseProgress, Progress
 from jaxtrain.training.run import Run
+from sharding import processes
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.training.markov import DEFINITION
 
@@ -156,3 +158,36 @@ def test_only_what_is_trained_moves(trained):
     assert (after.params["embedding"] != before.params["embedding"]).any()
     for path, value in before.frozen.items():
         np.testing.assert_array_equal(after.frozen[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize(("count", "interrupted"), [(1, True), (2, False)])
+def test_a_signal_ends_a_wait_only_where_no_other_process_goes_on(tmp_path, monkeypatch, count, interrupted):
+    """One of several stops with the others after a step; the end of the phase ends the wait of each."""
+
+    class Ended(Exception):
+        pass
+
+    run, found = run_in(tmp_path), []
+
+    def open_batches(spec):
+        found.append(spec)
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "process_count", lambda: count)
+            found.append(spec.interrupted())
+            run.stop.set()
+            found.append(spec.interrupted())
+        return packed(Alike(), seed=0, spec=spec)
+
+    def end(progress):
+        raise Ended
+
+    phase = replace(phase_of(run, []), batches=open_batches, before_step=end)
+    state: Any = None  # no step is made
+    with pytest.raises(Ended):
+        run_phase(run, state, Progress(), phase)
+    spec, before, after = found
+    assert (before, after) == (False, interrupted)
+    run.stop.clear()
+    assert spec.interrupted()
+    run.checkpoints.close()
+    run.metrics.close()

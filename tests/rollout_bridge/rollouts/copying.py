@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -100,6 +101,17 @@ class Misbehaving(CopyEnvironment):
 
     def process(self) -> int:
         return os.getpid()
+
+    def interject(self, begin: str, done: str) -> None:
+        """Returns; once the file `begin` is there, writes bytes of its own to the pool and makes `done`."""
+
+        def write() -> None:
+            while not os.path.exists(begin):
+                time.sleep(0.01)
+            os.write(int(sys.argv[1]), b"\0\0")
+            open(done, "x").close()
+
+        threading.Thread(target=write, daemon=True).start()
 
     def large(self) -> str:
         return "x" * (9 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -137,6 +138,52 @@ def test_any_dataset_by_name(dataset) -> None:
 def test_wrong_configuration_names_what_is_wrong(options, message) -> None:
     with pytest.raises(EnvironmentConfigError, match=message):
         create(**options)
+
+
+class NoEpisode:
+    """Has all but the loop of an episode."""
+
+    def __init__(self, options, *, seed):
+        raise AssertionError("it is built, though no episode can run")
+
+    def task(self, index):
+        raise NotImplementedError
+
+    def score(self, task, answer):
+        raise NotImplementedError
+
+
+class Whole(NoEpisode):
+    async def episode(self, task, policy, limits):
+        raise NotImplementedError
+
+
+class NoDataclass(Whole):
+    class Options:
+        size: int = 3
+
+
+class NoSeed(Whole):
+    def __init__(self, options):
+        raise AssertionError("it is built without its seed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("NoEpisode", "^environment.name: '{name}' has no episode, which an environment needs$"),
+        (
+            "NoDataclass",
+            "^environment.name: '{name}': environment: .*Options'> declares options, but it is not",
+        ),
+        ("NoSeed", r"^environment: .*__init__\(\) got an unexpected keyword argument 'seed'$"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused_by_its_field(kind, message) -> None:
+    """With the error that ends a command in one line, not with that of the call that failed."""
+    name = f"{__name__}:{kind}"
+    with pytest.raises(EnvironmentConfigError, match=message.format(name=re.escape(name))):
+        create(name)
 
 
 def test_too_few_distinct_questions_is_an_error() -> None:

@@ -108,6 +108,24 @@ def test_a_process_that_died_idle_costs_nothing() -> None:
     assert run(work).total == 1.0
 
 
+def test_bytes_that_answer_no_call_replace_the_process(tmp_path) -> None:
+    """Else they would be the beginning of the next answer."""
+    begin, done = tmp_path / "begin", tmp_path / "done"
+
+    async def work(scoring):
+        before = await scoring.call("process")
+        await scoring.call("interject", str(begin), str(done))
+        begin.touch()
+        while not done.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # the loop reads what is there
+        return before, await scoring.score(TASK, answer("parts")), await scoring.call("process")
+
+    before, score, after = run(work)
+    assert (score.status, score.components) == (Status.OK, {"style": 0.25, "length": 0.5})
+    assert before != after and not runs(before)
+
+
 def test_an_answer_that_came_in_time_counts_however_late_it_is_seen() -> None:
     """The loop is busy from before the answer until after the limit."""
 

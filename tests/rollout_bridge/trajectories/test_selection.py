@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,12 @@ from rollout_bridge.trajectories.plan import (
 )
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status
-from rollout_bridge.trajectories.selection import SelectionSettings, SelectionState, select
+from rollout_bridge.trajectories.selection import (
+    RESERVED_REASONS,
+    SelectionSettings,
+    SelectionState,
+    select,
+)
 from tests.rollout_bridge.trajectories.conftest import TOKENS, selection_settings
 
 OK, BAD = Status.OK, Status.ENVIRONMENT_FAILURE
@@ -125,6 +132,70 @@ def test_filters_drop_by_their_own_reasons_each_on_what_those_before_it_left(sto
     }
     counts = accounting.count(store)
     assert counts.adds_up and counts.dropped == {"even_member": 2, "beaten": 1}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The numbers it is given, for every group."""
+
+    values: object
+
+    def of_group(self, members):
+        return self.values
+
+    def of_tokens(self, trajectory, advantage):
+        return advantage
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The answers it is given, for every group."""
+
+    answers: tuple[bool, ...]
+    reason: str = "asked"
+
+    def keep(self, members, *, version):
+        return self.answers
+
+
+def plan_of_two(store, make_group, **changes) -> Plan:
+    """Of one group of two."""
+    SegmentWriter(store, "w").append(make_group(0))
+    return planner(store, selection_settings(2 * TOKENS, **changes)).plan(0, 0, timeout=0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64])
+def test_advantages_of_numpy_become_numbers_of_json(store, make_group, dtype) -> None:
+    """3 and -2 are exact in each of them."""
+    plan = plan_of_two(store, make_group, advantage=Given(np.array([3, -2], dtype)))
+    assert [type(row.advantage) for row in plan.rows] == [float, float]
+    stored = json.loads(store.read(plan_key(0)))
+    assert [row["advantage"] for row in stored["rows"]] == [3.0, -2.0]
+    assert read_plan(store, 0) == plan
+
+
+@pytest.mark.parametrize(
+    "values", [(0.5, float("nan")), (float("inf"), 0.5), (0.5,), (0.5, 0.5, 0.5), ()], ids=str
+)
+def test_advantages_that_are_not_one_finite_number_a_member_are_refused(store, make_group, values) -> None:
+    with pytest.raises(PlanError, match=r"advantage Given gives \[.*\] for the 2 members of group 00000000"):
+        plan_of_two(store, make_group, advantage=Given(values))
+    assert plan_steps(store) == []
+
+
+@pytest.mark.parametrize("answers", [(), (True,), (True, True, False)], ids=str)
+def test_a_filter_answers_once_a_member(store, make_group, answers) -> None:
+    with pytest.raises(PlanError, match=f"filter Answering: {len(answers)} answers for 2 members"):
+        plan_of_two(store, make_group, filters=(Answering(answers),))
+    assert plan_steps(store) == []
+
+
+def test_a_filter_has_no_reason_of_the_plans_own(store, make_group) -> None:
+    """Those are the reasons in the account of each test here; its drops would be counted as theirs."""
+    assert {"duplicate", "environment_failure", "group_discarded", "other_experts"} < RESERVED_REASONS
+    for reason in ("stale", "too_long", "quarantined"):
+        with pytest.raises(PlanError, match=rf"trajectories.filters: \['{reason}'\] are reasons"):
+            selection_settings(2 * TOKENS, filters=(Best("beaten"), Best(reason)))
 
 
 def test_a_filter_sees_the_trainers_version(store, make_group) -> None:

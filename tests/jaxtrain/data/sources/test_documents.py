@@ -19,18 +19,22 @@ PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
 
 @dataclass
 class Numbers:
-    """Document i is i repeated 3 to 8 times; those of `missing` are None."""
+    """Document i is i repeated 3 to 8 times, once if it is in `single`; those of `missing` are None."""
 
     count: int = 30
     missing: frozenset[int] = frozenset()
+    single: frozenset[int] = frozenset()
+    reads: int = 0
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Document | None:
+        self.reads += 1
+        assert self.reads < 1000, "the source is read without end"
         if index in self.missing:
             return None
-        size = 3 + index % 6
+        size = 1 if index in self.single else 3 + index % 6
         return Document(tokens=np.full(size, index, np.int32), loss_weights=np.ones(size, np.float32))
 
 
@@ -103,6 +107,18 @@ def test_every_document_comes_once_an_epoch_and_those_without_one_are_skipped():
     assert batches.get_state()["position"] - 60 >= counts.sum() - 2 * len(wanted)
 
 
+def test_a_document_of_one_token_is_skipped_as_if_there_were_none():
+    """It predicts nothing: the batches are those of a source that has no document at its index."""
+    some = frozenset({0, 7, 29})
+    singles, gaps = (
+        iter(packed(numbers, seed=3, spec=spec()))
+        for numbers in (Numbers(single=some), Numbers(missing=some))
+    )
+    while gaps.get_state()["position"] < 2 * 30:
+        assert contents(next(singles).batch) == contents(next(gaps).batch)
+        assert singles.get_state() == gaps.get_state()
+
+
 def test_another_seed_is_another_order(uninterrupted):
     other = iter(packed(Numbers(), seed=2, spec=spec()))
     assert contents(next(other).batch) != uninterrupted[0]
@@ -112,8 +128,10 @@ def test_nothing_to_train_on_is_an_error():
     with pytest.raises(PackingError, match="Numbers holds no document"):
         packed(Numbers(count=0), seed=0, spec=spec())
     nothing = packed(Numbers(count=4, missing=frozenset(range(4))), seed=0, spec=spec())
-    with pytest.raises(PackingError, match="Numbers: none of its 4 indices has a document to train on"):
-        next(iter(nothing))
+    single = packed(Numbers(count=4, single=frozenset(range(4))), seed=0, spec=spec())
+    for batches in (nothing, single):
+        with pytest.raises(PackingError, match="Numbers: none of its 4 indices has a document to train on"):
+            next(iter(batches))
 
 
 def test_an_error_of_the_source_reaches_the_loop_through_the_thread():

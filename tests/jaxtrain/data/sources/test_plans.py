@@ -81,6 +81,50 @@ def test_a_step_is_planned_when_the_trainer_is_near_enough(store, ahead):
         assert plan_steps(store) == list(range(step + ahead + 1))
 
 
+@pytest.mark.parametrize(("lag", "planned"), [(0, [0]), (1, [0, 1])])
+def test_without_lag_nothing_is_planned_ahead(store, lag, planned):
+    """Whatever plans_ahead says: tokens of the version that step 0 makes are not there before it has ended.
+
+    All weights here count as version 0, so that what has arrived would be fresh enough for plan 1.
+    """
+    found = planning(
+        store,
+        f"trajectories.max_lag={lag}",
+        "trajectories.plans_ahead=1",
+        version_at=lambda step: 0,
+    )
+    found.clock.set(0)
+    batches = iter(PlannedBatches(found, spec()))
+    with pytest.raises(Interrupted):
+        for _ in range(3):
+            next(batches)
+    assert plan_steps(store) == planned
+    found.clock.set(1)
+    next(batches)
+    assert plan_steps(store) == [*planned, len(planned)]
+
+
+def test_each_batch_has_the_shape_of_the_tokens_handed_out_before_it(store):
+    """In its plan and in its packing: 95 % of 16 positions hold 3 trajectories of 5 tokens, of 32 hold 6."""
+    found, asked = planning(store), []
+    found.clock.set(9)
+
+    def shape_at(tokens: int) -> BatchShape:
+        asked.append(tokens)
+        return replace(SHAPE, rows=2) if tokens < 3 * (TOKENS - 1) else SHAPE
+
+    batches = iter(PlannedBatches(found, replace(spec(), shape_at=shape_at)))
+    rows = [next(batches).batch.tokens.shape[1] for _ in range(3)]
+    assert asked == [0, 3 * (TOKENS - 1), 9 * (TOKENS - 1)]
+    assert rows == [2, 4, 4]
+    plans = [read_plan(store, step) for step in range(3)]
+    assert [plan and len(plan.rows) for plan in plans] == [3, 6, 6]
+    again = iter(PlannedBatches(found, replace(spec(), shape_at=shape_at)))
+    again.set_state({"step": 2, "tokens": 9 * (TOKENS - 1)})
+    next(again)
+    assert asked[3:] == [9 * (TOKENS - 1)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_thread_plans_the_next_step_as_soon_as_the_trainer_allows(store, ahead):
     """And not one more: closing then finds the plans that are there."""

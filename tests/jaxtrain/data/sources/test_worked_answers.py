@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, SourceTools
 from jaxtrain.data.sources.documents import packed
 from jaxtrain.data.sources.worked_answers import WorkedAnswers, WorkedDocuments
 from jaxtrain.data.tokenizer import build, prompts_of
-from rollout_bridge.rollouts.environments.reasoning_gym import ReasoningGym
+from rollout_bridge.rollouts.environments.reasoning_gym import Options, ReasoningGym
 
 
 def spelling(**options) -> ReasoningGym:
-    given = {"task": "spell_backward", "train_prompts": 200, "held_out_prompts": 20} | options
-    return ReasoningGym(ReasoningGym.Options(**given), seed=0)
+    usual = {"task": "spell_backward", "train_prompts": 200, "held_out_prompts": 20}
+    return ReasoningGym(Options(**usual | options), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -80,5 +81,7 @@ def test_an_environment_without_worked_answers_is_refused(environment, tokenizer
     class Silent:
         size, task, held_out = 1, environment.task, environment.held_out
 
-    with pytest.raises(ValueError, match="environment Silent states no worked answers: set warm_start.steps"):
+    with pytest.raises(
+        ConfigError, match="environment Silent states no worked answers: set warm_start.steps"
+    ):
         WorkedDocuments(Silent(), tokenizer)

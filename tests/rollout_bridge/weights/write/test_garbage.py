@@ -56,6 +56,16 @@ def test_without_readers_the_newest_full_version_and_what_follows_stay(store, tm
     assert collect(store, retention=keep(100)).removed == ()
 
 
+def test_what_the_publisher_did_not_write_beside_its_quarantines_stays(store):
+    """And hides none of them, whether it is listed before or after them."""
+    strangers = [f"{QUARANTINE_PREFIX}{name}" for name in ("-1.json", "README", "readme.json")]
+    for key in strangers:
+        store.put(key, b"see the wiki")
+    store.put_json(f"{QUARANTINE_PREFIX}00000003-000001.json", {})
+    assert collect(store, retention=keep(100)).oldest_kept == 7 and versions(store) == [7, 8]
+    assert sorted(store.list(QUARANTINE_PREFIX)) == sorted(strangers)
+
+
 def test_an_acknowledged_version_keeps_the_chain_after_it(store, tmp_path):
     reader = tiny.subscriber(store, tmp_path / "slow")
     reader.advance(5)

@@ -3,6 +3,7 @@
 Jobs wait at gates, so every order of events here is forced and none depends on time.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -108,3 +109,25 @@ def test_close_waits_for_both_jobs_and_raises_an_unreported_error(gates, failing
     with pytest.raises(ValueError, match=failing):
         gates.slot.close()
     assert gates.log == (["a"] if failing == "a" else ["a", "after A", "b"])
+
+
+def test_an_error_of_what_follows_a_job_is_logged_and_the_waiting_job_runs(gates, caplog):
+    """It is no error of the job: each ticket has its result, and nothing is raised later."""
+
+    def after(result: str) -> None:
+        gates.log.append(f"after {result}")
+        if result == "A":
+            raise KeyError("of what follows")
+
+    gates.slot._after = after
+    flight, waiting = gates.put("a"), gates.put("b")
+    gates.open["b"].set()
+    with caplog.at_level(logging.ERROR):
+        gates.open["a"].set()
+        assert [flight.result(TIMEOUT), waiting.result(30)] == ["A", "B"]
+    gates.open["c"].set()
+    assert gates.put("c").result(TIMEOUT) == "C"
+    gates.slot.close()
+    assert gates.log[:3] == ["a", "after A", "b"]
+    [record] = caplog.records
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
