@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxtrain.data.sources.plans import document
 from jaxtrain.training.metrics import read_metrics
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
-from rollout_bridge.trajectories.dataset import PlanDataset, PlannedStep
+from rollout_bridge.trajectories.plan import Plan, Row, load_rows, read_plan
 from rollout_bridge.trajectories.schema import Status
 from tests.extending.examples import EXAMPLES, jaxtrain
 from tests.extending.test_reinforcement import documents_in
@@ -23,7 +24,15 @@ from tests.extending.test_reinforcement import documents_in
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
 
-def trained(name: str, directory: Path, *overrides: str) -> tuple[AsyncGrpoConfig, Path, list[PlannedStep]]:
+@dataclass(frozen=True)
+class Trained:
+    """What one RL step trained on."""
+
+    plan: Plan
+    rows: list[Row]
+
+
+def trained(name: str, directory: Path, *overrides: str) -> tuple[AsyncGrpoConfig, Path, list[Trained]]:
     """A run of the example's config: its config, its directory, and what each RL step trained on."""
     source = EXAMPLES / f"{name}.yaml"
     jaxtrain("quickstart", "--config", source, f"runs_dir={directory}", *overrides, here=directory)
@@ -32,8 +41,8 @@ def trained(name: str, directory: Path, *overrides: str) -> tuple[AsyncGrpoConfi
     store = Store.open(config.store_url, probe=False)
     counts = count(store)
     assert counts.adds_up and counts.plans == config.rl.steps
-    plans = iter(PlanDataset(store, timeout_seconds=1))
-    return config, config.run_dir, [next(plans) for _ in range(config.rl.steps)]
+    plans = [read_plan(store, step) for step in range(config.rl.steps)]
+    return config, config.run_dir, [Trained(plan, load_rows(store, plan, {})) for plan in plans if plan]
 
 
 def test_a_loss_an_advantage_a_filter_and_an_environment(tmp_path):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rollout_bridge.names.base import paths
 
 from jaxtrain.config.fleet import WeightSection
 from jaxtrain.data.packing import Document, pack
@@ -23,6 +22,7 @@ from jaxtrain.training.programs import train_step
 from jaxtrain.training.progress import PhaseProgress, Progress
 from jaxtrain.training.state import TrainState
 from rollout_bridge import architectures
+from rollout_bridge.architectures.tensors import paths
 from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.manifest import Kind, Latest, ManifestRef
