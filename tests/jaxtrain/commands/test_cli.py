@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from jaxtrain.cli import app
@@ -75,6 +77,67 @@ def test_a_recipe_without_plans_has_none_to_discard(tmp_path: Path) -> None:
     result = run("train", "--config", sft, "--discard-plans-after", "3", f"runs_dir={tmp_path}")
     assert result.exit_code == 2
     assert result.stderr == "--discard-plans-after: recipe 'sft' has no plans\n"
+
+
+OURS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtrain.config.schema import AsyncGrpoConfig
+
+
+class Recipe(AsyncGrpoConfig):
+    program: ClassVar[str] = "elsewhere:run"
+
+
+@dataclass(frozen=True)
+class Source:
+    columns = frozenset()
+
+    def open(self, tools):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's own in `tmp_path`, found from there only."""
+    name = f"ours_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(OURS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAXTRAIN_SEARCH_PATH", "")
+    return name
+
+
+def test_a_recipe_of_ones_own_has_plans_if_it_extends_async_grpo(module: str, tmp_path: Path) -> None:
+    """What is refused is what comes next, a store that cannot be opened; no run is begun."""
+    config = tmp_path / "ours.yaml"
+    config.write_text(Path(QUICKSTART).read_text().replace("recipe: async_grpo", f"recipe: {module}:Recipe"))
+    result = run(
+        "train",
+        "--config",
+        str(config),
+        "--discard-plans-after",
+        "3",
+        f"runs_dir={tmp_path}",
+        "store=none://x",
+    )
+    assert (result.exit_code, result.stderr.startswith("StoreError: ")) == (1, True)
+    assert "none://x" in result.stderr and not (tmp_path / "quickstart").exists()
+
+
+def test_a_source_of_ones_own_needs_no_environment(module: str, tmp_path: Path) -> None:
+    """None is opened. One that the config names is, by the same check."""
+    config = tmp_path / "ours.yaml"
+    values = yaml.safe_load((ROOT / "configs/sft.yaml").read_text())
+    del values["environment"]
+    values["sft"]["source"] = {"name": f"{module}:Source"}
+    config.write_text(yaml.safe_dump(values))
+    result = run("train", "--config", str(config), "--check", f"runs_dir={tmp_path}")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{config}: ok (sft,")
+    result = run("train", "--config", str(config), "--check", "environment.name=gym")
+    assert (result.exit_code, result.stderr.startswith(f"{config}: environment.name: ")) == (2, True)
 
 
 def test_inspect_shows_values_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_an_error_of_what_follows_a_job_is_logged_and_the_waiting_job_runs(gates
     gates.open["b"].set()
     with caplog.at_level(logging.ERROR):
         gates.open["a"].set()
-        assert [flight.result(TIMEOUT), waiting.result(30)] == ["A", "B"]
+        assert [flight.result(TIMEOUT), waiting.result(TIMEOUT)] == ["A", "B"]
     gates.open["c"].set()
     assert gates.put("c").result(TIMEOUT) == "C"
     gates.slot.close()
