@@ -71,7 +71,7 @@ def build(kind: str, reference: Reference, *, where: str) -> Any:
         raise ConfigError([f"{where}.name: {error}"]) from error
     if missing := [name for name in of_kind.members if not hasattr(built, name)]:
         raise ConfigError(
-            [f"{where}.name: {reference.name!r} has no {', '.join(missing)}, which a {kind} needs"]
+            [f"{where}.name: {reference.name!r} has no {', '.join(missing)}, which every {kind} needs"]
         )
     return built
 

@@ -161,6 +161,12 @@ class SftConfig(ExperimentConfig):
     )
     sft: SupervisedSection = required("the supervised phase")
 
+    @model_validator(mode="after")
+    def _has_tasks(self) -> Self:
+        if self.environment is None and self.sft.source.name == "worked_answers":
+            raise rejection("environment", "missing; sft.source worked_answers reads its tasks")
+        return self
+
 
 class AsyncGrpoConfig(ExperimentConfig):
     """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""

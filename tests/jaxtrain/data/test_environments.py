@@ -18,11 +18,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_worked_answers_of_a_run_without_an_environment_say_what_is_missing(tmp_path: Path) -> None:
-    """Supervised training has no environment of its own: the file names it, or another source."""
+    """At loading, where the config names them; by the source itself, where another recipe uses it."""
     values = yaml.safe_load((ROOT / "configs/sft.yaml").read_text())
     del values["environment"]
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
-    config = load_config(tmp_path / "sft.yaml")
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="environment: missing; sft.source worked_answers reads its tasks"):
+        load_config(path)
+    config = load_config(path, ["sft.source={name: elsewhere}"])
     tools = SourceTools(tokenizer=None, seed=0, environment=partial(open_environment, config))
     with pytest.raises(ConfigError, match="environment: missing; give one, or name a source that reads none"):
         WorkedAnswers().open(tools)

@@ -19,6 +19,6 @@ def test_a_run_without_an_environment_opens_none_for_its_tokenizer(tmp_path: Pat
     values = yaml.safe_load((ROOT / "configs/sft.yaml").read_text())
     del values["environment"]
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
-    config = load_config(tmp_path / "sft.yaml")
+    config = load_config(tmp_path / "sft.yaml", ["sft.source={name: elsewhere}"])
     with pytest.raises(ConfigError, match=r"^tokenizer\.path: "), open_run(config, tmp_path / "run"):
         pass
