@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,9 @@ from rollout_bridge.engines.protocol import EngineError, RolloutEngine
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.threads import finished_in_thread
+from rollout_bridge.waiting import Unchanged
 from rollout_bridge.weights.format.manifest import BrokenVersion
-from rollout_bridge.weights.format.pins import active_pins
+from rollout_bridge.weights.format.pins import pins_of
 from rollout_bridge.weights.format.run import RunError
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import MirrorError
@@ -36,6 +39,22 @@ _TROUBLE = (StoreError, RunError, BrokenVersion, MirrorError, EngineError, OSErr
 
 class AgentError(ExpectedError):
     """The agent gave up; the message names the agent, the last reason and the remedy."""
+
+
+def agent_name(directory: Path, name: str) -> str:
+    """The id of the agent whose mirror is in `directory`: `name`, this host's name, and random digits.
+
+    Written to `directory/agent_id` once, so that a restart has the same one and no other host does.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())
+    path = directory / "agent_id"
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(f"{name}-{host}-{uuid.uuid4().hex[:6]}")
+    except FileExistsError:
+        pass
+    return path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +102,7 @@ class SyncAgent:
         self._failures = 0
         self._acknowledged = 0.0
         self._engine_suspect = False
+        self._unchanged = Unchanged()
 
     async def run(self) -> None:
         """Serves until the run is finished and its head is served.
@@ -155,7 +175,7 @@ class SyncAgent:
         meanwhile is never of a version before this head.
         """
         latest = subscriber.latest()
-        pins = [pin.version for pin in active_pins(self.store, now=time.time())]
+        pins = [pin.version for pin in pins_of(self.store, self.agent_id, unchanged=self._unchanged)]
         ahead = [version for version in pins if served is None or version >= served]
         return min(ahead, default=0 if latest is None else latest.version)
 

@@ -101,14 +101,17 @@ class Credits(_Record):
 class EvaluationRequest(_Record):
     """Held-out prompts [start, stop), to be answered greedily by exactly policy `version`.
 
-    Agents serve that version until there is a result or `expires` (unix seconds) has passed.
+    The agent of the worker that claimed it serves that version until there is a result, or until the request
+    has stayed unchanged for `expires_after` seconds. Unclaimed, it holds every agent.
+    renewals: by the trainer; each changes the record.
     """
 
     id: _Name
     version: _Count
     prompts: tuple[_Count, _Count]
     purpose: Literal["eval"] = "eval"
-    expires: _Seconds
+    expires_after: _Seconds
+    renewals: _Count = 0
 
     @model_validator(mode="after")
     def _some_prompts(self) -> Self:
@@ -126,6 +129,23 @@ class EvaluationRequest(_Record):
 
     @property
     def claim_key(self) -> str:
+        return f"{RESULTS_PREFIX}{self.id}/claim.json"
+
+
+class EvaluationClaim(_Record):
+    """The lease of the worker that answers request `id`; over when unchanged for `lease_seconds`.
+
+    agent: which keeps its engine at the version meanwhile; "" if that is not known.
+    """
+
+    id: _Name
+    worker: _Name
+    agent: str
+    lease_seconds: _Seconds
+    renewals: _Count = 0
+
+    @property
+    def key(self) -> str:
         return f"{RESULTS_PREFIX}{self.id}/claim.json"
 
 

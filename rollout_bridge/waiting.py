@@ -2,6 +2,8 @@
 
 `wait_for` and `wait_for_async` raise when the time is up. `looks` is the loop beneath them, for a wait that
 ends in another way. Time is monotonic. There is always at least one look, and the last is at the timeout.
+
+`Unchanged` is how a lease or an expiry that another host wrote is judged.
 """
 
 from __future__ import annotations
@@ -12,6 +14,27 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+class Unchanged:
+    """How long records of other processes have stayed as they are, by this process's own monotonic clock.
+
+    A holder changes its record to renew it. So the clocks of two hosts are never compared, and a clock that
+    is set to another time changes nothing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[object, float]] = {}
+
+    def seconds(self, key: str, record: object) -> float:
+        """Since this process first saw `record` at `key`; 0 if it saw another one there the last time."""
+        now = self._clock()
+        before, since = self._seen.get(key, (None, now))
+        if before is None or before != record:
+            self._seen[key] = (record, now)
+            return 0.0
+        return now - since
 
 
 def looks(

@@ -17,7 +17,7 @@ from typing import Any
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.environments import environment_spec
 from rollout_bridge import architectures
-from rollout_bridge.agent import AgentSettings, SyncAgent
+from rollout_bridge.agent import AgentSettings, SyncAgent, agent_name
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
 from rollout_bridge.engines.vllm_server import VllmServerSettings
 from rollout_bridge.errors import ExpectedError
@@ -58,11 +58,15 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
     tokenizer = await asyncio.to_thread(load_tokenizer, run, own / "tokenizer")
     engine = build_engine(config, run)
     settings = worker_settings(config, stop_ids=stop_ids(run.hf_config, tokenizer.eos_token_id))
-    worker = RolloutWorker(store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id)
+    embedded = config.rollouts.engine == "embedded"
+    agent_id = agent_name(own, worker_id) if embedded else serving_agent(config)
+    worker = RolloutWorker(
+        store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id, agent=agent_id
+    )
     try:
-        if config.rollouts.engine == "embedded":
+        if embedded:
             # The embedded engine's agent runs here; a server's runs in `jaxtrain serve`.
-            agent = SyncAgent(store, own / "mirror", engine, worker_id, settings=AgentSettings(poll=POLL_S))
+            agent = SyncAgent(store, own / "mirror", engine, agent_id, settings=AgentSettings(poll=POLL_S))
             await beside(worker.run(stop), agent.run())
         else:
             await worker.run(stop)
@@ -196,14 +200,24 @@ def scoring_pool(config: AsyncGrpoConfig) -> ScoringPool:
     )
 
 
-def serve_settings(config: AsyncGrpoConfig) -> ServeSettings:
+def server_directory(config: AsyncGrpoConfig) -> Path:
+    """Of this host's servers and their agent."""
+    return config.run_dir / "server-0"
+
+
+def serving_agent(config: AsyncGrpoConfig) -> str:
+    """The id of the agent of this host's servers."""
+    return agent_name(server_directory(config), "server-0")
+
+
+def serve_settings(config: AsyncGrpoConfig, *, agent_id: str) -> ServeSettings:
     """The vLLM servers of this host, on the cores this process may use."""
     section = config.rollouts
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return ServeSettings(
         store=config.store_url,
-        state_directory=config.run_dir / "server-0",
-        agent_id="server-0",
+        state_directory=server_directory(config),
+        agent_id=agent_id,
         server=VllmServerSettings(
             port=section.server_port,
             tensor_parallel=config.weights.tensor_parallel,

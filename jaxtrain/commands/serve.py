@@ -20,8 +20,8 @@ def serve(config: ConfigPath, name: Name = None, overrides: Overrides = None) ->
     log_to_stderr()
     follow_parent()
 
-    from jaxtrain.commands.fleet import serve_settings
+    from jaxtrain.commands.fleet import serve_settings, serving_agent
     from rollout_bridge.serve import serve as run_server
 
     with naming():
-        run_server(serve_settings(experiment))
+        run_server(serve_settings(experiment, agent_id=serving_agent(experiment)))

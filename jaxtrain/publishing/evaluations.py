@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from jaxtrain.config.optimization import EvaluationSection
 from jaxtrain.training.progress import Progress
-from rollout_bridge import control
-from rollout_bridge.control import EVALUATIONS_PREFIX, EvaluationRequest, RunState
+from rollout_bridge.control import EvaluationRequest, RunState
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.waiting import wait_for
+from rollout_bridge.weights.format.pins import unanswered
 from sharding import processes
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def announce(store: Store, phase: str, progress: Progress, version: int) -> None
 class Evaluations:
     """Requests for greedy answers to held-out prompts, all tokens at one exact version.
 
-    A request pins sync agents at its version until it is answered.
+    A request pins the sync agent of the worker that answers it at its version until it is answered.
     """
 
     def __init__(self, store: Store, section: EvaluationSection) -> None:
@@ -56,7 +56,7 @@ class Evaluations:
                 id=f"rl-{step:06d}-v{version}",
                 version=version,
                 prompts=(0, self._prompts),
-                expires=time.time() + PIN_SECONDS,
+                expires_after=PIN_SECONDS,
             )
             self._store.create_json(request.key, request.to_json())
 
@@ -66,7 +66,7 @@ class Evaluations:
             return
         self._renewed = time.monotonic()
         for request in self._unanswered():
-            renewed = request.model_copy(update={"expires": time.time() + PIN_SECONDS})
+            renewed = request.model_copy(update={"renewals": request.renewals + 1})
             self._store.put_json(request.key, renewed.to_json())
 
     def wait(self, *, stop: Callable[[], None]) -> None:
@@ -94,7 +94,4 @@ class Evaluations:
         )
 
     def _unanswered(self) -> list[EvaluationRequest]:
-        if processes.process_index() != 0:
-            return []
-        requests = control.readable(self._store, EvaluationRequest, EVALUATIONS_PREFIX)
-        return [request for request in requests if self._store.read(request.result_key) is None]
+        return unanswered(self._store) if processes.process_index() == 0 else []

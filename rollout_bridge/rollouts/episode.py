@@ -45,7 +45,7 @@ class Sampling:
 
     seed: of turn t, try n. request_id: of the first turn; later turns add their number.
     exact_version: the one that every token must come from, None for any.
-    abort_retries: of an aborted turn, None for no limit but the deadline (unix seconds).
+    abort_retries: of an aborted turn, None for no limit but the deadline (monotonic seconds).
     """
 
     request_id: str

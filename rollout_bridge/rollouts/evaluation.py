@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rollout_bridge.control import EVALUATIONS_PREFIX, EvaluationRequest, EvaluationResult, RecordError, read
+from rollout_bridge.control import (
+    EVALUATIONS_PREFIX,
+    EvaluationClaim,
+    EvaluationRequest,
+    EvaluationResult,
+    RecordError,
+    read,
+)
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Purpose
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play
@@ -23,6 +30,7 @@ from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.groups import VALID
 from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.waiting import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +39,8 @@ logger = logging.getLogger(__name__)
 class Evaluator:
     """Finds evaluation requests and answers them, one worker each (a lease, as with prompts).
 
-    environment: the held-out split. closed: keys of requests that are answered, expired, or not for this
-    engine.
+    environment: the held-out split. agent: keeps the engine at a version; "" if that is not known.
+    closed: keys of requests that are answered, expired, or not for this engine.
     """
 
     store: Store
@@ -43,7 +51,9 @@ class Evaluator:
     settings: WorkerSettings
     worker: str
     stop_ids: tuple[int, ...]
+    agent: str = ""
     closed: set[str] = field(default_factory=set)
+    unchanged: Unchanged = field(default_factory=Unchanged)
 
     async def next(self) -> EvaluationRequest | None:
         """An unanswered request, claimed for this worker; None if there is none for its engine."""
@@ -64,7 +74,8 @@ class Evaluator:
             except EngineError as error:
                 logger.warning("engine %s does not report its version: %s", self.caller.engine.name, error)
                 return None
-            if answered is not None or evaluation.expires <= time.time():
+            unchanged = self.unchanged.seconds(key, evaluation)
+            if answered is not None or unchanged >= evaluation.expires_after:
                 self.closed.add(key)
             elif version is not None and version > evaluation.version:
                 logger.info(
@@ -84,6 +95,7 @@ class Evaluator:
         Leaves the request to others, without a result, if it expires first.
         """
         keeper = asyncio.create_task(self._keep(evaluation))
+        deadline = time.monotonic() + evaluation.expires_after
         try:
             start, stop = evaluation.prompts
             if stop > (size := self.environment.size):
@@ -92,7 +104,7 @@ class Evaluator:
                 return
             slots = asyncio.Semaphore(self.settings.max_concurrent_groups * self.settings.group_size)
             rows = await asyncio.gather(
-                *(self._episode(evaluation, index, slots) for index in range(start, stop))
+                *(self._episode(evaluation, index, slots, deadline) for index in range(start, stop))
             )
             done = [row for row in rows if row is not None]
             if len(done) < len(rows):
@@ -109,9 +121,9 @@ class Evaluator:
             await asyncio.gather(keeper, return_exceptions=True)
 
     async def _episode(
-        self, evaluation: EvaluationRequest, index: int, slots: asyncio.Semaphore
+        self, evaluation: EvaluationRequest, index: int, slots: asyncio.Semaphore, deadline: float
     ) -> Trajectory | None:
-        """One held-out episode; None if the engine aborted it until the request expired."""
+        """One held-out episode; None if the engine aborted it until `deadline` (monotonic seconds)."""
         settings = self.settings
 
         def policy(number: int) -> Policy:
@@ -121,7 +133,7 @@ class Evaluator:
                 stop_ids=self.stop_ids,
                 exact_version=evaluation.version,
                 abort_retries=None,
-                deadline=evaluation.expires,
+                deadline=deadline,
             )
             origin = Origin(
                 prompt_index=index,
@@ -139,7 +151,7 @@ class Evaluator:
                 self.environment, index, [policy], limits, tries=settings.task_tries, created_at=time.time
             )
         aborted = row.finish_reason == FinishReason.ABORT
-        return None if aborted and time.time() >= evaluation.expires else row
+        return None if aborted and time.monotonic() >= deadline else row
 
     async def _finish(
         self, evaluation: EvaluationRequest, rows: list[Trajectory], *, error: str = ""
@@ -170,11 +182,23 @@ class Evaluator:
 
     def _claim(self, evaluation: EvaluationRequest) -> bool:
         """Takes or renews the request; False while another worker's lease is live."""
-        found, generation = self.store.read_json_with_generation(evaluation.claim_key)
-        if found is not None and found["worker"] != self.worker and found["lease_until"] > time.time():
+        key = evaluation.claim_key
+        data, generation = self.store.read_with_generation(key)
+        found = None if data is None else EvaluationClaim.parse(key, data)
+        mine = EvaluationClaim(
+            id=evaluation.id,
+            worker=self.worker,
+            agent=self.agent,
+            lease_seconds=self.settings.lease_seconds,
+            renewals=0 if found is None else found.renewals + 1,
+        )
+        if (
+            found is not None
+            and found.worker != self.worker
+            and self.unchanged.seconds(key, found) < found.lease_seconds
+        ):
             return False
-        lease = {"worker": self.worker, "lease_until": time.time() + self.settings.lease_seconds}
-        return self.store.swap_json(evaluation.claim_key, lease, generation)
+        return self.store.swap_json(key, mine.to_json(), generation)
 
 
 def summary(rows: Sequence[Trajectory]) -> dict[str, Any]:

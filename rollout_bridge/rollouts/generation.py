@@ -79,7 +79,7 @@ async def generate(
 ) -> tuple[Request, Completion]:
     """A checked completion of the request, with the request as it was sent.
 
-    seed: of the n-th try. abort_retries: of aborted answers, None for no limit but the deadline (unix
+    seed: of the n-th try. abort_retries: of aborted answers, None for no limit but the deadline (monotonic
     seconds, of aborts); past either, the aborted answer is returned.
 
     Raises `WorkerError` when the engine has failed for the caller's patience, and `NoAnswer` when it has
@@ -109,7 +109,11 @@ async def generate(
             caller.answered_at, failing_since = time.monotonic(), None
             aborts += completion.finish_reason is FinishReason.ABORT
             exhausted = abort_retries is not None and aborts > abort_retries
-            if completion.finish_reason is not FinishReason.ABORT or exhausted or time.time() >= deadline:
+            if (
+                completion.finish_reason is not FinishReason.ABORT
+                or exhausted
+                or time.monotonic() >= deadline
+            ):
                 return asked, completion
         tries += 1
         await asyncio.sleep(min(caller.poll_seconds * 2 ** min(tries - 1, 5), 30.0))

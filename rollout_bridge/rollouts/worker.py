@@ -31,6 +31,7 @@ from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.trajectories.claims import Claim, ClaimBook
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.waiting import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class RolloutWorker:
     processes: hold a copy of the environment each; started and closed by `run`.
     worker_id: a name for people; its writer id is that and a random suffix, new at each start.
     stop_ids: taken from the tokenizer if the settings name none.
-    clock: unix seconds, for leases.
+    agent: keeps the engine at a version, for evaluations; "" if that is not known.
+    clock: monotonic seconds, for leases.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class RolloutWorker:
         settings: WorkerSettings,
         worker_id: str,
         *,
-        clock: Callable[[], float] = time.time,
+        agent: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -87,7 +90,8 @@ class RolloutWorker:
             poll_seconds=settings.poll_seconds,
         )
         self._settings = settings
-        self._clock = clock
+        self._agent = agent
+        self._unchanged = Unchanged(clock)
         self.writer_id = f"{worker_id}-{uuid.uuid4().hex[:8]}"
         if not settings.stop_ids and tokenizer.eos_token_id is None:
             raise WorkerError(
@@ -129,6 +133,7 @@ class RolloutWorker:
             settings=settings,
             worker=self.writer_id,
             stop_ids=self._stop_ids,
+            agent=self._agent,
         )
         evaluation: asyncio.Task[None] | None = None
         keeper = asyncio.create_task(self._keep_leases())
@@ -193,7 +198,7 @@ class RolloutWorker:
         state = await asyncio.to_thread(read_state, self._store)
         if state is None or state.phase != WARM_START:
             return False
-        return time.time() - state.time < self._settings.engine_timeout_seconds
+        return self._unchanged.seconds(state.key, state) < self._settings.engine_timeout_seconds
 
     async def _finished(self) -> bool:
         state = await asyncio.to_thread(read_state, self._store)
@@ -223,7 +228,7 @@ class RolloutWorker:
             [partial(self._policy, index, attempt, member) for member in range(settings.group_size)],
             settings.limits,
             tries=settings.task_tries,
-            created_at=self._clock,
+            created_at=time.time,
         )
 
     def _policy(self, index: int, attempt: int, member: int, number: int) -> Policy:

@@ -5,8 +5,9 @@ therefore be created once only, whatever sizes workers ask for, and no index is 
 moves to another worker by compare-and-swap, and only the indices that no segment of its holders finished
 are generated again.
 
-Leases compare clocks of different hosts: a clock ahead by a lease causes duplicate work, never duplicate
-training (a plan takes one copy of a group).
+A claim has expired when its record has stayed unchanged for its lease, by the monotonic clock of the worker
+that looks. Clocks of hosts are never compared. A worker that stands still for a lease causes duplicate work,
+never duplicate training (a plan takes one copy of a group).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rollout_bridge.errors import ExpectedError
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
+from rollout_bridge.waiting import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +36,21 @@ class ClaimError(ExpectedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Indices [start, start + count), held by `worker` until `lease_until` (unix seconds).
+    """Indices [start, start + count), held by `worker`, which renews it within `lease_seconds`.
 
     attempt: 0 for the first holder, one more for each that took it over; holders: writer ids of all of them.
+    renewals: moves by the holder; each changes the record. released: given up.
     done: every index is in a segment.
     """
 
     start: int
     count: int
     worker: str
-    lease_until: float
+    lease_seconds: float
     attempt: int = 0
     holders: tuple[str, ...] = ()
+    renewals: int = 0
+    released: bool = False
     done: bool = False
 
     @property
@@ -64,7 +69,7 @@ class Claim:
         """Raises `ClaimError` unless `value` is the claim that `key` must hold."""
         try:
             claim = cls(**{**value, "holders": tuple(value["holders"])})
-            good = claim.key == key and claim.count >= 1 and isinstance(claim.lease_until, int | float)
+            good = claim.key == key and claim.count >= 1 and isinstance(claim.lease_seconds, int | float)
         except (TypeError, KeyError) as error:
             raise ClaimError(f"{key} holds {value!r}, expected a claim ({error!r}); {_REMEDY}") from error
         if not good:
@@ -96,7 +101,7 @@ class ClaimBook:
     """One worker's view of the claims.
 
     worker: its writer id. count: indices to claim at a time. lease_seconds: how long a claim outlives the
-    last renewal; renew at a third of it. clock: unix seconds.
+    last renewal; renew at a third of it. clock: monotonic seconds.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class ClaimBook:
         *,
         count: int,
         lease_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if count < 1 or lease_seconds <= 0:
             raise ValueError(
@@ -116,7 +121,8 @@ class ClaimBook:
         self._worker = worker
         self._count = count
         self._lease = lease_seconds
-        self._clock = clock
+        self._unchanged = Unchanged(clock)
+        self._held: set[tuple[int, int]] = set()  # (start, attempt), not lost, given up or completed
         self._done: dict[str, Claim] = {}
 
     def acquire(self) -> tuple[Claim, tuple[int, ...]] | None:
@@ -138,19 +144,20 @@ class ClaimBook:
                 start=start,
                 count=count,
                 worker=self._worker,
-                lease_until=self._clock() + self._lease,
+                lease_seconds=self._lease,
                 holders=(self._worker,),
             )
             if self._store.create_json(claim.key, claim.to_json()):
+                self._held.add((claim.start, claim.attempt))
                 return claim, tuple(range(claim.start, claim.end))
 
     def renew(self, claim: Claim) -> Claim | None:
         """The claim with a new lease, None if another worker has it now."""
-        return self._move(claim, lease_until=self._clock() + self._lease)
+        return self._move(claim, ends=False)
 
     def release(self, claim: Claim) -> Claim | None:
         """Gives the claim up: the next worker takes what is unfinished at once."""
-        return self._move(claim, lease_until=0.0)
+        return self._move(claim, released=True)
 
     def complete(self, claim: Claim) -> Claim | None:
         """Call once every index is in a durable segment."""
@@ -170,18 +177,21 @@ class ClaimBook:
 
     def _take_over(self, key: str) -> tuple[Claim, tuple[int, ...]] | None:
         claim, generation = self._read(key)
-        if claim.done or claim.lease_until > self._clock():
+        if claim.done or not self._expired(claim):
             return None
         holders = claim.holders if self._worker in claim.holders else (*claim.holders, self._worker)
         mine = replace(
             claim,
             worker=self._worker,
-            lease_until=self._clock() + self._lease,
+            lease_seconds=self._lease,
             attempt=claim.attempt + 1,
             holders=holders,
+            renewals=0,
+            released=False,
         )
         if not self._store.swap_json(key, mine.to_json(), generation):
             return None
+        self._held.add((mine.start, mine.attempt))
         unfinished = self.unfinished(mine)
         if unfinished:
             logger.info(
@@ -191,13 +201,27 @@ class ClaimBook:
         self.complete(mine)
         return None
 
-    def _move(self, claim: Claim, **changes: Any) -> Claim | None:
-        """Compare-and-swap, only while the store still says this worker holds this attempt."""
+    def _expired(self, claim: Claim) -> bool:
+        """A claim that this worker holds never has, however late the worker is to renew it."""
+        if claim.released:
+            return True
+        unchanged = self._unchanged.seconds(claim.key, claim)
+        mine = claim.worker == self._worker and (claim.start, claim.attempt) in self._held
+        return not mine and unchanged >= claim.lease_seconds
+
+    def _move(self, claim: Claim, *, ends: bool = True, **changes: Any) -> Claim | None:
+        """Compare-and-swap, only while the store still says this worker holds this attempt.
+
+        ends: this worker holds the claim no longer.
+        """
         current, generation = self._read(claim.key)
-        if (current.worker, current.attempt) != (claim.worker, claim.attempt):
-            return None
-        moved = replace(current, **changes)
-        return moved if self._store.swap_json(claim.key, moved.to_json(), generation) else None
+        moved = None
+        if (current.worker, current.attempt) == (claim.worker, claim.attempt):
+            changed = replace(current, renewals=current.renewals + 1, **changes)
+            moved = changed if self._store.swap_json(claim.key, changed.to_json(), generation) else None
+        if ends or moved is None:
+            self._held.discard((claim.start, claim.attempt))
+        return moved
 
     def _read(self, key: str) -> tuple[Claim, bytes]:
         if key in self._done:

@@ -225,8 +225,8 @@ MUTANTS = (
     Mutant(
         name="a-claim-is-moved-by-an-attempt-that-was-lost",
         file=CLAIMS,
-        old="if (current.worker, current.attempt) != (claim.worker, claim.attempt):",
-        new="if current.worker != claim.worker:",
+        old="if (current.worker, current.attempt) == (claim.worker, claim.attempt):",
+        new="if current.worker == claim.worker:",
         test=f"{TRAJECTORIES}/test_claims.py"
         "::test_a_claim_that_its_worker_lost_and_took_again_is_moved_by_the_second_attempt_only",
     ),

@@ -9,13 +9,15 @@ import time
 import numpy as np
 import pytest
 
-from rollout_bridge.agent import AgentError, AgentSettings, SyncAgent
-from rollout_bridge.control import ACKS_PREFIX, EVALUATIONS_PREFIX
+from rollout_bridge.agent import AgentError, AgentSettings, SyncAgent, agent_name
+from rollout_bridge.control import ACKS_PREFIX, EVALUATIONS_PREFIX, EvaluationClaim, EvaluationRequest
 from rollout_bridge.engines.protocol import EngineError, UpdateReport
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
+from rollout_bridge.waiting import Unchanged
 from rollout_bridge.weights.format import chain
 from rollout_bridge.weights.format.manifest import QUARANTINE_PREFIX
+from rollout_bridge.weights.format.pins import pins_of
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import MirrorError
 from tests.rollout_bridge.failing import FailsOnce, Renames
@@ -220,12 +222,15 @@ def test_a_pin_holds_the_version_until_its_result_or_its_expiry(tmp_path):
     for number in (1, 2, 3, 4):
         publish(trainer, number)
     request = {"prompts": [0, 4], "purpose": "eval"}
-    far = time.time() + 3600
+    far = 3600.0
     store.put_json(
-        "control/evaluations/second.json", request | {"id": "second", "version": 2, "expires": far}
+        "control/evaluations/second.json", request | {"id": "second", "version": 2, "expires_after": far}
     )
-    store.put_json("control/evaluations/third.json", request | {"id": "third", "version": 3, "expires": far})
-    store.put_json("control/evaluations/old.json", request | {"id": "old", "version": 1, "expires": 1.0})
+    third = {"id": "third", "version": 3, "expires_after": far}
+    store.put_json("control/evaluations/third.json", request | third)
+    store.put_json(
+        "control/evaluations/old.json", request | {"id": "old", "version": 1, "expires_after": 0.0}
+    )
     store.put_json("control/evaluations/broken.json", {"version": "x"})
     store.put("control/evaluations/torn.json", b"{")
     engine = Engine()
@@ -256,12 +261,62 @@ def test_a_pin_holds_the_version_until_its_result_or_its_expiry(tmp_path):
     assert engine.versions == [2, 3, 4]
 
 
+def test_a_pin_holds_the_host_that_answers_it_and_lets_the_others_go_on(tmp_path):
+    """Unclaimed it holds both; claimed for one, that one; again both once the claim stands still."""
+    store = tiny.open_store(tmp_path.name)
+    trainer = publisher(store)
+    for number in (1, 2, 3):
+        publish(trainer, number)
+    request = EvaluationRequest(id="e", version=2, prompts=(0, 4), expires_after=3600.0)
+    store.put_json(request.key, request.to_json())
+    claim = EvaluationClaim(id="e", worker="w", agent="one", lease_seconds=60.0)
+    engines = {name: Engine() for name in ("one", "other")}
+    agents = [
+        SyncAgent(store, tmp_path / name, engine, name, settings=QUICK) for name, engine in engines.items()
+    ]
+
+    async def scenario():
+        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+
+        async def until(condition):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        await until(lambda: all(engine.served == 2 for engine in engines.values()))
+        store.put_json(claim.key, claim.to_json())
+        await until(lambda: engines["other"].served == 3)
+        assert engines["one"].served == 2
+        store.put_json(request.result_key, {})
+        await until(lambda: engines["one"].served == 3)
+        finish(store)
+        await asyncio.wait_for(asyncio.gather(*tasks), 300)
+
+    asyncio.run(scenario())
+    assert [engine.versions for engine in engines.values()] == [[2, 3], [2, 3]]
+    now = [0.0]
+    store.delete(request.result_key)
+    unchanged = Unchanged(lambda: now[0])
+    assert [len(pins_of(store, name, unchanged=unchanged)) for name in engines] == [1, 0]
+    now[0] = 60.0
+    assert [len(pins_of(store, name, unchanged=unchanged)) for name in engines] == [1, 1]
+
+
+def test_agents_of_two_hosts_have_different_names_and_a_restart_has_the_same(tmp_path):
+    """As two hosts with the same configuration, run directory and host name would make them."""
+    first, second = (agent_name(tmp_path / host, "server-0") for host in ("a", "b"))
+    assert first != second and first.startswith("server-0-") and second.startswith("server-0-")
+    assert agent_name(tmp_path / "a", "server-0") == first
+    store = tiny.open_store(tmp_path.name)
+    for name in (first, second):
+        SyncAgent(store, tmp_path / name, Engine(), name)  # a name that an agent may have
+
+
 def test_a_version_pinned_while_the_agent_looks_is_not_passed(tmp_path):
     """The trainer publishes, pins and publishes again between the agent's look at pins and its next."""
     trainer = publisher(tiny.open_store(tmp_path.name))
     publish(trainer, 1)
     engine = Engine()
-    request = {"id": "e", "version": 2, "prompts": [0, 4], "purpose": "eval", "expires": time.time() + 3600}
+    request = {"id": "e", "version": 2, "prompts": [0, 4], "purpose": "eval", "expires_after": 3600.0}
 
     class Slow(Store):
         def list(self, prefix: str) -> list[str]:

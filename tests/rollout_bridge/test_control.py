@@ -10,13 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_bridge import control
-from rollout_bridge.control import Ack, Credits, EvaluationRequest, EvaluationResult, RecordError, RunState
+from rollout_bridge.control import (
+    Ack,
+    Credits,
+    EvaluationClaim,
+    EvaluationRequest,
+    EvaluationResult,
+    RecordError,
+    RunState,
+)
 from rollout_bridge.store import Store, to_json_bytes
 
 RECORDS: dict[str, control._Record] = {
     "control/state.json": RunState(phase="rl", step=12, rl_step=2, version=7, time=1.5),
     "control/credits.json": Credits(groups=64),
-    "control/evaluations/rl-2.json": EvaluationRequest(id="rl-2", version=7, prompts=(0, 200), expires=9.0),
+    "control/evaluations/rl-2.json": EvaluationRequest(
+        id="rl-2", version=7, prompts=(0, 200), expires_after=9.0
+    ),
+    "evaluations/rl-2/claim.json": EvaluationClaim(
+        id="rl-2", worker="w-1", agent="host-1", lease_seconds=9.0
+    ),
     "evaluations/rl-2/result.json": EvaluationResult(
         id="rl-2", version=7, prompts=(0, 200), count=199, failed=1, reward_mean=-0.5,
         components={"exact": 0.25}, mean_tokens=31.0, worker="worker-0", time=3.0,
@@ -78,7 +91,7 @@ def test_a_missing_field_is_named_unless_it_has_a_default(key: str) -> None:
     for field in RECORDS[key].to_json():
         value = RECORDS[key].to_json()
         del value[field]
-        if field in ("purpose", "error"):
+        if field in ("purpose", "error", "renewals"):
             assert type(RECORDS[key]).parse(key, to_json_bytes(value)) == RECORDS[key]
             continue
         with pytest.raises(RecordError, match=rf"{field}: .*Field required"):

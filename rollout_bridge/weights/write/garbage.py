@@ -23,7 +23,7 @@ from rollout_bridge.weights.format.manifest import (
     ManifestRef,
     parse_version_key,
 )
-from rollout_bridge.weights.format.pins import active_pins
+from rollout_bridge.weights.format.pins import unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def collect(store: Store, *, retention: Retention, now: float | None = None) -> 
     if joined is None or latest is None or latest.manifest is None or latest.full is None:
         return Collected((), 0)
     now = time.time() if now is None else now
-    pins = [pin.version for pin in active_pins(store, now=now) if pin.version <= latest.version]
+    pins = [pin.version for pin in unanswered(store) if pin.version <= latest.version]
     acknowledged = [
         version for version in _acknowledged(store) if version >= latest.version - retention.versions
     ]

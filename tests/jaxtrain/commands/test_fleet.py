@@ -112,8 +112,10 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
             "rollouts.servers=3",
             "rollouts.servers_at_once=2",
             "weights.tensor_parallel=2",
-        )
+        ),
+        agent_id="a",
     )
+    assert settings.agent_id == "a"
     assert settings.store == f"file://{tmp_path}/x/store"
     assert settings.state_directory == tmp_path / "x/server-0"
     assert (settings.server.port, settings.kv_policy) == (8123, KvPolicy.RECOMPUTE)
@@ -122,13 +124,14 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
     server = settings.server
     assert (server.tensor_parallel, server.data_parallel, server.expert_parallel) == (2, 1, False)
     assert not server.return_routed_experts
-    assert serve_settings(config("rollouts.capture_routed_experts=true")).server.return_routed_experts
+    capturing = serve_settings(config("rollouts.capture_routed_experts=true"), agent_id="a")
+    assert capturing.server.return_routed_experts
     assert server.max_model_len == config().batch.sequence_length
 
 
 def test_vllm_on_a_cpu_cannot_send_experts() -> None:
     """Its model runner that does so is written for GPUs."""
-    settings = serve_settings(config("rollouts.capture_routed_experts=true"))
+    settings = serve_settings(config("rollouts.capture_routed_experts=true"), agent_id="a")
     assert server_settings(settings, gpus=["0"]).return_routed_experts
     with pytest.raises(ServeError, match="capture_routed_experts.*embedded"):
         server_settings(settings, gpus=[])

@@ -32,8 +32,7 @@ def store() -> Store:
     return Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
 
 
-@pytest.fixture(scope="session")
-def tokenizer():
+def character_tokenizer():
     """Token 0 unknown, 1 end of sequence, then the printable characters; prompts are `?<content>=`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +48,11 @@ def tokenizer():
         chat_template="{% for m in messages %}?{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}={% endif %}",
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return character_tokenizer()
 
 
 @dataclass

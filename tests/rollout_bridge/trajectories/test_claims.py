@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -43,7 +45,7 @@ def test_an_expired_claim_passes_on_what_no_segment_finished(store, make_group) 
     a, b, c = (book(store, name, clock) for name in "abc")
     claim, _ = a.acquire()
     SegmentWriter(store, "a").append([*make_group(1), *make_group(2)])
-    assert b.acquire() is None
+    assert b.acquire() is None and c.acquire() is None
     clock.now += LEASE
     taken, left = b.acquire()
     assert left == (0, 3) and (taken.attempt, taken.holders) == (1, ("a", "b"))
@@ -57,11 +59,13 @@ def test_a_claim_that_its_worker_lost_and_took_again_is_moved_by_the_second_atte
     """The worker was away for longer than its lease; what it began before must not complete the claim."""
     clock = Clock()
     grant(store, 4)
-    a = book(store, "a", clock)
+    a, b = book(store, "a", clock), book(store, "b", clock)
     before, _ = a.acquire()
+    assert b.acquire() is None
     clock.now += LEASE
+    b.release(b.acquire()[0])
     again, left = a.acquire()
-    assert left == (0, 1, 2, 3) and (again.worker, again.attempt, again.holders) == ("a", 1, ("a",))
+    assert left == (0, 1, 2, 3) and (again.worker, again.attempt, again.holders) == ("a", 2, ("a", "b"))
     assert a.renew(before) is None and a.complete(before) is None and a.release(before) is None
     assert a.complete(again).done
 
@@ -71,8 +75,10 @@ def test_renewal_keeps_a_claim_and_completion_ends_it(store) -> None:
     grant(store, 4)
     a, b = book(store, "a", clock), book(store, "b", clock)
     claim, _ = a.acquire()
+    assert b.acquire() is None
     clock.now += LEASE - 1
     claim = a.renew(claim)
+    assert b.acquire() is None
     clock.now += LEASE - 1
     assert b.acquire() is None
     assert a.complete(claim).done
@@ -85,11 +91,55 @@ def test_everything_finished_but_never_completed_is_completed_by_the_next(store,
     grant(store, 2)
     book(store, "a", clock, count=2).acquire()
     SegmentWriter(store, "a").append([*make_group(0), *make_group(1)])
+    b = book(store, "b", clock)
+    assert b.acquire() is None
     clock.now += LEASE
-    assert book(store, "b", clock).acquire() is None
+    assert b.acquire() is None
     assert Claim.from_json(
         "prompts/claims/00000000.json", store.read_json("prompts/claims/00000000.json")
     ).done
+
+
+def test_a_worker_never_takes_its_own_claim_again_however_late_it_renews_it(store) -> None:
+    """It would write a group of the claim twice. Another worker takes the claim after a lease."""
+    clock = Clock()
+    grant(store, 4)
+    a, b = book(store, "a", clock), book(store, "b", clock)
+    claim, _ = a.acquire()
+    assert b.acquire() is None
+    clock.now += 9 * LEASE
+    assert a.acquire() is None
+    taken, _ = b.acquire()
+    assert a.renew(claim) is None and b.renew(taken) is not None
+    clock.now += LEASE
+    assert a.acquire() is None, "it has seen the renewal only now"
+    clock.now += LEASE
+    assert a.acquire()[1] == (0, 1, 2, 3), "lost once, it is taken as any other"
+
+
+STEPPED = """
+import time
+real, step = time.time, 0.0
+time.time = lambda: real() + step
+from rollout_bridge.store import Store
+from rollout_bridge.trajectories.claims import ClaimBook, grant
+store = Store.open("memory://clocks", probe=False)
+grant(store, 4)
+a, b = (ClaimBook(store, name, count=4, lease_seconds=60.0) for name in "ab")
+claim, _ = a.acquire()
+assert b.acquire() is None
+for step in (61.0, 3600.0, -3600.0):
+    assert a.acquire() is None, f"a clock step of {step} s: a worker takes its own claim"
+    assert b.acquire() is None, f"a clock step of {step} s: another worker takes it"
+    claim = a.renew(claim)
+    assert claim is not None
+"""
+
+
+def test_a_step_of_the_wall_clock_moves_no_claim() -> None:
+    """In a process of its own, whose `time.time` steps from before the first import on."""
+    done = subprocess.run([sys.executable, "-c", STEPPED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_damaged_claims_are_named(store) -> None:

@@ -1,7 +1,5 @@
 """What is collected is what no reader can need: agents, new readers and evaluations get where they must."""
 
-import time
-
 import pytest
 
 from rollout_bridge.store import Store
@@ -89,16 +87,15 @@ def test_an_agent_past_retention_takes_the_newest_full_version(store, tmp_path):
 
 
 def test_an_evaluation_still_wanted_keeps_what_leads_to_its_version(store, tmp_path):
-    now = time.time()
-    store.put_json(
-        "control/evaluations/e.json", {"id": "e", "version": 5, "prompts": [0, 1], "expires": now + 1}
-    )
-    assert collect(store, retention=keep(0), now=now).oldest_kept == 4
+    request = {"id": "e", "version": 5, "prompts": [0, 1], "expires_after": 1.0}
+    store.put_json("control/evaluations/e.json", request)
+    assert collect(store, retention=keep(0)).oldest_kept == 4
     reader = tiny.subscriber(store, tmp_path / "new")
     update = reader.advance(5)
     assert update is not None and update.version == 5
     tiny.assert_holds(reader, TREES[5])
-    assert collect(store, retention=keep(0), now=now + 2).oldest_kept == 7
+    store.put_json("evaluations/e/result.json", {})
+    assert collect(store, retention=keep(0)).oldest_kept == 7
 
 
 def test_nothing_published_is_nothing_to_collect(tmp_path):
