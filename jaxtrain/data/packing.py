@@ -1,4 +1,4 @@
-"""Best-fit packing of whole documents into fixed rows, and rows into microbatches.
+"""Packing of whole documents into fixed rows, and rows into microbatches.
 
 Pure and global: the same documents in the same order give the same batch in every process. Documents are
 never cut. A document longer than a row is an error: its source must shorten or skip it.
@@ -6,18 +6,13 @@ never cut. A document longer than a row is an error: its source must shorten or 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxtrain.data.batch import STANDARD, Batch, Column
-from rollout_bridge.errors import ExpectedError
-
-
-class PackingError(ExpectedError, ValueError):
-    """A document that does not fit in a row; names its length and the remedy."""
+from rollout_bridge.trajectories.packing import PackingError, best_fit, positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,28 +29,6 @@ class Document:
     columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of document indices, best-fit decreasing; ties keep the order given."""
-    free: list[tuple[int, int]] = []  # (space left, bin), sorted
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > capacity:
-            raise PackingError(
-                f"document {index} has {length} tokens, more than batch.sequence_length {capacity}: "
-                "raise batch.sequence_length or lower the limits of prompts and answers"
-            )
-        at = bisect.bisect_left(free, (length, -1))
-        if at == len(free):
-            bins.append([])
-            space, bin_index = capacity, len(bins) - 1
-        else:
-            space, bin_index = free.pop(at)
-        bins[bin_index].append(index)
-        bisect.insort(free, (space - length, bin_index))
-    return bins
-
-
 def pack(
     documents: Sequence[Document], *, rows: int, sequence_length: int, columns: Sequence[Column] = ()
 ) -> Batch:
@@ -66,7 +39,7 @@ def pack(
 
     Raises `PackingError` for a document longer than a row, or a column of another shape than declared.
     """
-    bins = best_fit([max(len(d.tokens) - 1, 1) for d in documents], sequence_length)
+    bins = best_fit([positions(len(d.tokens)) for d in documents], sequence_length)
     microbatches = max(-(-len(bins) // rows), 1)
     shape = (microbatches * rows, sequence_length)
     arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in STANDARD.items()}

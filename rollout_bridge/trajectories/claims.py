@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_bridge.control import CREDITS_KEY, Credits, read
 from rollout_bridge.errors import ExpectedError
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
 from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.log import PREFIX as SEGMENTS
 from rollout_bridge.waiting import Unchanged
@@ -95,6 +96,17 @@ def grant(store: Store, groups: int) -> int:
         current = 0 if data is None else Credits.parse(CREDITS_KEY, data).groups
         if groups <= current or store.swap_json(CREDITS_KEY, Credits(groups=groups).to_json(), generation):
             return max(groups, current)
+
+
+def read_claims(store: Store, *, skip: Container[str] = ()) -> list[Claim]:
+    """All of them, in order, but for the keys of `skip` and damaged ones."""
+    claims = []
+    for key in store.list(PREFIX):
+        if key in skip:
+            continue
+        with suppress(ClaimError, StoreError):
+            claims.append(Claim.from_json(key, store.read_json(key)))
+    return claims
 
 
 class ClaimBook:

@@ -146,7 +146,8 @@ class LogReader:
     skip: segment keys not to read at all (everything in them is settled already).
     quarantined: bad segments by key, with what is wrong with them; never read again.
     quarantined_groups: ids of the groups that readable footers of bad segments call finished.
-    segment_rows: rows of each good segment read so far.
+    segment_rows: rows of each good segment read so far. unreadable: bad segments that do not say which groups
+        they finish.
     """
 
     store: Store
@@ -154,6 +155,7 @@ class LogReader:
     quarantined: dict[str, str] = field(default_factory=dict)
     quarantined_groups: set[str] = field(default_factory=set)
     segment_rows: dict[str, int] = field(default_factory=dict)
+    unreadable: set[str] = field(default_factory=set)
 
     def poll(self) -> list[TrajectoryRef]:
         """Trajectories of new segments, in key order. A bad segment is quarantined and raises nothing."""
@@ -172,7 +174,10 @@ class LogReader:
             trajectories = decode_training(data)
         except segment.SegmentError as error:
             self.quarantined[key] = str(error)
-            self.quarantined_groups.update(_claimed_groups(data))
+            groups = _claimed_groups(data)
+            self.quarantined_groups.update(groups)
+            if not groups:
+                self.unreadable.add(key)
             logger.warning(
                 "quarantined %s (%d so far): %s. The run goes on without it; look at the worker "
                 "that wrote it",

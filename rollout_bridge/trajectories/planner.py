@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories.claims import grant
+from rollout_bridge.trajectories.claims import grant, read_claims
 from rollout_bridge.trajectories.log import LogReader, TrajectoryRef
 from rollout_bridge.trajectories.plan import Plan, PlanError, create_plan, plan_key, plan_steps, read_plan
+from rollout_bridge.trajectories.schema import group_id
 from rollout_bridge.trajectories.selection import Selection, SelectionSettings, SelectionState, select
 from rollout_bridge.waiting import wait_for
 
@@ -26,7 +27,7 @@ class Planner:
     """Makes plans. One per run, in process 0; it takes up whatever plans the store already holds.
 
     outstanding_groups: groups that workers may have claimed, or that wait in the log, at any one time (the
-        back-pressure). At least what a step needs, more for a surplus to sample from.
+        back-pressure). More where all of them have arrived and do not fill a step.
     poll_seconds: between looks at the log. sleep: as in `time`.
     """
 
@@ -50,6 +51,8 @@ class Planner:
         self._plans: dict[int, int] = {}  # step -> version
         self._groups: dict[str, list[TrajectoryRef]] = {}
         self._seen: set[str] = set()
+        self._complete: dict[str, set[str]] = {}  # claims, with their groups
+        self._lost: set[str] = set()  # of complete claims, in segments that cannot be read
         rows: dict[str, int] = {}
         for step in plan_steps(store):
             plan = read_plan(store, step)
@@ -65,10 +68,10 @@ class Planner:
         """Bad segments so far, by key, with what is wrong with them."""
         return dict(self._reader.quarantined)
 
-    def plan(self, step: int, version: int, *, timeout: float, target_tokens: int | None = None) -> Plan:
+    def plan(self, step: int, version: int, *, timeout: float, rows: int | None = None) -> Plan:
         """The plan of `step`: that in the store, else a new one at trainer version `version`, then durable.
 
-        target_tokens: of this step and later ones, instead of the settings' target (batch-size warm-up).
+        rows: of this step and later ones, instead of the settings' (batch-size warm-up).
         Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans passed.
         """
         existing = read_plan(self._store, step)
@@ -82,8 +85,8 @@ class Planner:
                 "made in order. "
                 f"Restore it, or restart with --discard-plans-after {step - 1}"
             )
-        if target_tokens is not None:
-            self._settings = replace(self._settings, target_tokens=target_tokens)
+        if rows is not None:
+            self._settings = replace(self._settings, rows=rows)
 
         def look() -> Plan | None:
             selection = self._select(step, version)
@@ -109,9 +112,12 @@ class Planner:
         return self._grant(self._select(step=0, version=0))
 
     def _select(self, step: int, version: int) -> Selection:
+        # Claims before the log: a claim is completed after its segments are written.
+        complete = self._complete_groups() if self._reader.unreadable else set()
         for ref in self._reader.poll():
             self._groups.setdefault(ref.group_id, []).append(ref)
             self._seen.add(ref.group_id)
+        self._lost = complete - self._seen
         return select(
             (ref for refs in self._groups.values() for ref in refs),
             step=step,
@@ -148,16 +154,33 @@ class Planner:
                 del self._groups[group]
 
     def _grant(self, selection: Selection) -> int:
-        """Credits also count groups from which nothing can be drawn any more, so workers never run dry."""
-        seen = self._seen | self._reader.quarantined_groups
-        return grant(self._store, len(seen - selection.live_groups) + self._outstanding)
+        """Credits also count groups from which nothing can be drawn any more, so workers never run dry.
+
+        A group is such a one too if its claim is complete and no segment that can be read has it.
+        """
+        seen = self._seen | self._reader.quarantined_groups | self._lost
+        live = len(selection.live_groups)
+        outstanding = self._outstanding
+        if selection.plan is None and live >= outstanding:
+            # Everything granted is here and fills no step: as many groups as would, by what these hold.
+            outstanding = max(live + 1, -(-live * selection.target // max(selection.amount, 1)))
+            outstanding = min(outstanding, 2 * live)
+        return grant(self._store, len(seen - selection.live_groups) + outstanding)
+
+    def _complete_groups(self) -> set[str]:
+        """Groups of complete claims; one that is complete is read once."""
+        for claim in read_claims(self._store, skip=self._complete):
+            if claim.done:
+                self._complete[claim.key] = {group_id(i) for i in range(claim.start, claim.end)}
+        return set().union(*self._complete.values())
 
     def _shortage(self, selection: Selection, step: int) -> str:
         drops = {reason: len(rows) for reason, rows in selection.drops.items()}
         return (
-            f"trajectories to plan step {step}: {selection.amount} of {selection.target} tokens are usable "
-            f"in {len(selection.live_groups)} groups, dropped since the last plan: {drops or 'none'}, "
+            f"trajectories to plan step {step}: {selection.amount} of {selection.target} positions can be "
+            f"filled from {len(selection.live_groups)} groups, dropped since the last plan: "
+            f"{drops or 'none'}, "
             f"quarantined segments: {len(self._reader.quarantined)}, groups ever seen: {len(self._seen)}. "
-            f"Look whether rollout workers run on {self._store.url} and serve a recent version; lower the "
-            f"target, raise outstanding_groups ({self._outstanding}) or the timeout"
+            f"Look whether rollout workers run on {self._store.url} and serve a recent version; lower "
+            "rl.batch, or raise trajectories.wait_timeout_s"
         )

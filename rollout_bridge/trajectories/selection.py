@@ -1,7 +1,8 @@
 """What a step trains on: a pure function of what has arrived, the version and the state.
 
 In order: one copy of each group; the environment-failure filter and group recovery; the advantages of the
-valid members; the configured filters; the freshness gate; a draw that is even over length bins, oldest first.
+valid members; the configured filters; the freshness gate; a draw that is even over length bins, oldest first,
+of what packs into the step's rows.
 A trajectory is drawn once in a run (its recovery duplicates go into the same step) or dropped once.
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 from rollout_bridge.trajectories.gate import Gate, fresh_tokens, passes
 from rollout_bridge.trajectories.groups import VALID, Boundary, recovery_slots
 from rollout_bridge.trajectories.log import TrajectoryRef
+from rollout_bridge.trajectories.packing import Room, best_fit, positions
 from rollout_bridge.trajectories.plan import Plan, PlanError, PlanRow, RowRef
 from rollout_bridge.trajectories.sampler import draw_order
 from rollout_bridge.trajectories.schema import Trajectory
@@ -64,8 +66,7 @@ class Filter(Protocol):
 class SelectionSettings:
     """How a step is chosen.
 
-    target_tokens: most tokens (prompts included) of a step, which is full when the next one drawn no longer
-        fits.
+    rows, sequence_length: of a step, which is full when nothing that has arrived fits any more.
     min_valid_fraction, boundary: smallest part of a group that must be valid for the rest to be used.
     length_bin_edges: upper edges in tokens.
     routed_experts: (MoE layers, k) that replayed experts must have; a trajectory with others is dropped, one
@@ -74,7 +75,8 @@ class SelectionSettings:
     filters: in their order, each on what those before it have left.
     """
 
-    target_tokens: int
+    rows: int
+    sequence_length: int
     gate: Gate
     min_valid_fraction: float
     boundary: Boundary
@@ -86,8 +88,11 @@ class SelectionSettings:
     def __post_init__(self) -> None:
         if taken := [rule.reason for rule in self.filters if rule.reason in RESERVED_REASONS]:
             raise PlanError(f"trajectories.filters: {taken} are reasons of the plans' own; name another")
-        if self.target_tokens < 1:
-            raise ValueError(f"trajectories: target_tokens {self.target_tokens} must be at least 1")
+        if self.rows < 1 or self.sequence_length < 1:
+            raise ValueError(
+                f"trajectories: rows {self.rows} and sequence_length {self.sequence_length} must be at "
+                "least 1"
+            )
         if not 0 <= self.min_valid_fraction <= 1:
             raise ValueError(f"trajectories.min_valid_fraction: {self.min_valid_fraction} is not in [0, 1]")
         if list(self.length_bin_edges) != sorted(set(self.length_bin_edges)):
@@ -119,7 +124,7 @@ class SelectionState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """plan: None if too little has arrived. amount, target: tokens.
+    """plan: None if too little has arrived. amount, target: positions drawn, and those of a step.
 
     live_groups: groups with a trajectory that may be drawn, in this plan or a later one.
     drops: what would be dropped now, by reason (recorded only when a plan is made).
@@ -163,18 +168,18 @@ def select(
         part; in any order. segment_rows, quarantined: copied into the plan.
     """
     candidates, drops = _sort_out(refs, version=version, state=state, settings=settings)
-    drawn, amount, full, cursor = _draw(candidates, settings=settings, cursor=state.cursor)
+    drawn = _draw(candidates, settings=settings, cursor=state.cursor)
     plan = None
-    if full:
+    if drawn.full:
         rows = tuple(
-            _plan_row(c, slot, version, settings.gate) for c, slots in drawn for slot in range(slots)
+            _plan_row(c, slot, version, settings.gate) for c, slots in drawn.rows for slot in range(slots)
         )
         named = {row.segment for row in rows} | {row.segment for dropped in drops.values() for row in dropped}
         plan = Plan(
             step=step,
             version=version,
             max_lag=settings.gate.max_lag,
-            cursor=cursor,
+            cursor=drawn.cursor,
             rows=rows,
             drops=drops,
             quarantined=dict(quarantined or {}),
@@ -182,8 +187,8 @@ def select(
         )
     return Selection(
         plan=plan,
-        amount=amount,
-        target=settings.target_tokens,
+        amount=drawn.amount,
+        target=settings.rows * settings.sequence_length,
         live_groups=frozenset(c.ref.group_id for c in candidates),
         drops=drops,
     )
@@ -257,7 +262,7 @@ def _judge_group(
     for ref in left:
         if not passes(ref.version_counts, version=version, gate=settings.gate):
             dropped.append(("stale", ref))
-        elif ref.tokens > settings.target_tokens:
+        elif positions(ref.tokens) > settings.sequence_length:
             dropped.append(("too_long", ref))
         elif None not in (settings.routed_experts, ref.routed_experts) and (
             ref.routed_experts != settings.routed_experts
@@ -268,26 +273,67 @@ def _judge_group(
     return candidates, dropped
 
 
-def _draw(
-    candidates: list[_Candidate], *, settings: SelectionSettings, cursor: int
-) -> tuple[list[tuple[_Candidate, int]], int, bool, int]:
-    """(drawn candidates with their slots, amount drawn, whether the step is full, next cursor).
-
-    Recovery duplicates that no longer fit are left out; the trajectory itself is drawn only if it fits.
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """rows: candidates with their slots, in the order drawn. full: something that arrived does not fit, or no
+    position is left. cursor: of the next draw. missed: the first that did not fit.
     """
-    drawn: list[tuple[_Candidate, int]] = []
-    amount = 0
-    for candidate, following in draw_order(candidates, edges=settings.length_bin_edges, cursor=cursor):
-        cost, target = candidate.tokens, settings.target_tokens
-        slots = min(candidate.slots, (target - amount) // cost)
-        if slots == 0:
-            return drawn, amount, True, cursor
-        drawn.append((candidate, slots))
-        amount += slots * cost
-        cursor = following
-        if amount == target:
-            return drawn, amount, True, cursor
-    return drawn, amount, False, cursor
+
+    rows: tuple[tuple[_Candidate, int], ...]
+    amount: int
+    full: bool
+    cursor: int
+    missed: _Candidate | None
+
+
+def _draw(candidates: list[_Candidate], *, settings: SelectionSettings, cursor: int) -> _Drawn:
+    """Draws in the sampler's order whatever fits.
+
+    Where that leaves a tenth of the positions or more, the first that did not fit is drawn first instead, if
+    more positions are filled then: short ones ahead of it would leave it no row.
+    """
+    order = list(draw_order(candidates, edges=settings.length_bin_edges, cursor=cursor))
+    drawn = _fill(order, settings=settings, cursor=cursor)
+    enough = 0.9 * settings.rows * settings.sequence_length
+    if drawn.missed is None or drawn.amount >= enough:
+        return drawn
+    missed = drawn.missed
+    turned = sorted(order, key=lambda item: item[0] is not missed)
+    other = _fill(turned, settings=settings, cursor=cursor)
+    return other if other.amount > drawn.amount else drawn
+
+
+def _fill(order: list[tuple[_Candidate, int]], *, settings: SelectionSettings, cursor: int) -> _Drawn:
+    """Takes candidates in `order`, each with the cursor after it, and leaves out those that do not fit.
+
+    Recovery duplicates that no longer fit are left out too.
+    """
+    room = Room(settings.rows, settings.sequence_length)
+    rows: list[tuple[_Candidate, int]] = []
+    missed: _Candidate | None = None
+    for candidate, following in order:
+        length = positions(candidate.tokens)
+        slots = 0
+        while slots < candidate.slots and room.add(length):
+            slots += 1
+        if slots:
+            rows.append((candidate, slots))
+            cursor = following
+        elif missed is None:
+            missed = candidate
+        if room.used == room.total:
+            break
+    while len(best_fit([positions(c.tokens) for c, n in rows for _ in range(n)], room.capacity)) > room.rows:
+        # Rare: packed all at once they need a row more than one by one.
+        missed, slots = rows.pop()
+        rows += [(missed, slots - 1)] if slots > 1 else []
+    return _Drawn(
+        rows=tuple(rows),
+        amount=sum(n * positions(c.tokens) for c, n in rows),
+        full=missed is not None or room.used == room.total,
+        cursor=cursor,
+        missed=missed,
+    )
 
 
 def _plan_row(candidate: _Candidate, slot: int, version: int, gate: Gate) -> PlanRow:

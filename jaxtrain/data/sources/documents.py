@@ -7,8 +7,9 @@ from typing import Any
 
 import grain
 
-from jaxtrain.data.packing import Document, PackingError, best_fit, pack
+from jaxtrain.data.packing import Document, pack
 from jaxtrain.data.sources.base import Batches, BatchSpec, Documents, Packed
+from rollout_bridge.trajectories.packing import PackingError, best_fit
 
 
 class PackedDocuments(grain.IterDataset[Packed]):

@@ -36,7 +36,6 @@ from sharding import processes
 
 log = logging.getLogger(__name__)
 
-FILL = 0.95  # share of a batch's positions that a plan fills; best-fit packing wastes less than the rest
 POLL_SECONDS = 0.1
 
 
@@ -77,15 +76,19 @@ class Planning:
     clock: TrainerClock
     version_at: Callable[[int], int]
 
-    def planner(self, sleep: Callable[[float], None]) -> Planner | None:
-        """In process 0 only; workers may claim prompts from then on. sleep: called while it waits."""
+    def planner(self, shape: BatchShape, sleep: Callable[[float], None]) -> Planner | None:
+        """In process 0 only; workers may claim prompts from then on.
+
+        shape: of the first step. sleep: called while it waits.
+        """
         if processes.process_index() != 0:
             return None
         section = self.config.trajectories
         planner = Planner(
             self.store,
             SelectionSettings(
-                target_tokens=self.config.rl.batch.first_tokens,
+                rows=shape.microbatches * shape.rows,
+                sequence_length=shape.sequence_length,
                 gate=Gate(max_lag=section.max_lag, min_fresh_fraction=section.min_fresh_fraction),
                 min_valid_fraction=section.min_valid_fraction,
                 boundary=Boundary(section.boundary),
@@ -141,7 +144,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
         # Tokens of the next version are not there yet: with no lag allowed nothing can be planned ahead.
         section = planning.config.trajectories
         self._ahead = min(section.plans_ahead, section.max_lag)
-        self._planner = planning.planner(self._sleep)
+        self._planner = planning.planner(spec.shape_at(0), self._sleep)
         self._segments: dict[str, list[Trajectory]] = {}
 
     def __next__(self) -> Packed:
@@ -154,7 +157,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
                 self._step,
                 planning.version_at(self._step),
                 timeout=self._timeout,
-                target_tokens=int(FILL * shape.positions),
+                rows=shape.microbatches * shape.rows,
             )
         plan = wait_for_plan(
             planning.store, self._step, timeout=self._timeout, poll=POLL_SECONDS, sleep=self._sleep

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data.batch import STANDARD, Column, microbatch_shapes
-from jaxtrain.data.packing import Document, PackingError, best_fit, pack
+from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.next_token import NextToken
+from rollout_bridge.trajectories.packing import PackingError, best_fit
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=30)
 

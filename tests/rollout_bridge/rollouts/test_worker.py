@@ -558,7 +558,7 @@ def test_no_trajectory_is_lost_or_trained_twice_when_workers_die(
     store = Store.open(url, probe=False)
     groups, step = 9, 0
     grant(store, groups)
-    selection = selection_settings(6 * 7)  # six of 4 tokens of prompt, 2 of answer and the end
+    selection = selection_settings(6 * 6)  # six of 4 tokens of prompt, 2 of answer and the end
     environment = CopyEnvironment()
 
     def plan_some(count: int) -> None:

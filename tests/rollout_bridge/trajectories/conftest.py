@@ -18,9 +18,10 @@ from rollout_bridge.trajectories.selection import SelectionSettings
 
 MakeGroup = Callable[..., list[Trajectory]]
 TOKENS = 5  # of a trajectory of `make_group` without lengths and versions
+LENGTH = TOKENS - 1  # positions that it takes
 
 
-def selection_settings(target_tokens: int, **changes: Any) -> SelectionSettings:
+def selection_settings(sequence_length: int, *, rows: int = 1, **changes: Any) -> SelectionSettings:
     """Lag at most 4, half of a trajectory fresh and half of a group valid, one length bin, no filter."""
     usual = {
         "gate": Gate(max_lag=4, min_fresh_fraction=0.5),
@@ -31,7 +32,7 @@ def selection_settings(target_tokens: int, **changes: Any) -> SelectionSettings:
         "advantage": GroupMean(),
         "filters": (),
     }
-    return SelectionSettings(target_tokens=target_tokens, **(usual | changes))
+    return SelectionSettings(rows=rows, sequence_length=sequence_length, **(usual | changes))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rollout_bridge.trajectories.log import LogReader, SegmentWriter
 from rollout_bridge.trajectories.plan import discard_plans_after, plan_steps
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from tests.rollout_bridge.failing import FailsOnce
-from tests.rollout_bridge.trajectories.conftest import TOKENS, selection_settings
+from tests.rollout_bridge.trajectories.conftest import LENGTH, selection_settings
 
 ARRIVES = pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 LEASE = 10.0
@@ -74,7 +74,7 @@ def test_plans_and_credits_are_those_of_a_trainer_whose_store_never_failed(arriv
 
     def scene(store: Store) -> None:
         nonlocal errors
-        settings = selection_settings(4 * TOKENS)
+        settings = selection_settings(4 * LENGTH)
         planner = Planner(store, settings, outstanding_groups=2, sleep=lambda _: None)
         log = SegmentWriter(Store.open(store.url, probe=False), "w")
         for step in range(4):
@@ -104,7 +104,7 @@ def test_plans_discarded_by_a_call_that_failed_leave_no_gap(arrives: bool, make_
     def scene(store: Store) -> None:
         log = Store.open(store.url, probe=False)
         SegmentWriter(log, "w").append([row for index in range(4) for row in make_group(index)])
-        planner = Planner(log, selection_settings(2 * TOKENS), outstanding_groups=2, sleep=lambda _: None)
+        planner = Planner(log, selection_settings(2 * LENGTH), outstanding_groups=2, sleep=lambda _: None)
         for step in range(4):
             planner.plan(step, step, timeout=0)
         try:

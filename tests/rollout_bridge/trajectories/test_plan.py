@@ -9,14 +9,14 @@ from rollout_bridge.trajectories.gate import Gate
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.plan import Plan, PlanError, load_rows, wait_for_plan
 from rollout_bridge.trajectories.planner import Planner
-from tests.rollout_bridge.trajectories.conftest import TOKENS, selection_settings
+from tests.rollout_bridge.trajectories.conftest import LENGTH, selection_settings
 
 
 @pytest.fixture
 def planned(store, make_group):
     for index in range(6):
         SegmentWriter(store, "w").append(make_group(index, versions=[[0, 2, 3], [3, 3, 3]], created_at=index))
-    settings = selection_settings(3 * TOKENS, gate=Gate(max_lag=1, min_fresh_fraction=0.1))
+    settings = selection_settings(3 * LENGTH, gate=Gate(max_lag=1, min_fresh_fraction=0.1))
     made = Planner(store, settings, outstanding_groups=9, sleep=lambda _: None)
     for step in range(4):
         made.plan(step, 3, timeout=0)
@@ -36,7 +36,7 @@ def test_waiting_for_a_plan_that_never_comes_names_it(planned) -> None:
 
 
 def test_a_plan_made_meanwhile_is_served(store, make_group) -> None:
-    made = Planner(store, selection_settings(2 * TOKENS), outstanding_groups=1, sleep=lambda _: None)
+    made = Planner(store, selection_settings(2 * LENGTH), outstanding_groups=1, sleep=lambda _: None)
 
     def sleep(_: float) -> None:
         SegmentWriter(store, "w").append(make_group(0))

@@ -10,9 +10,10 @@ import grain
 import numpy as np
 import pytest
 
-from jaxtrain.data.packing import Document, PackingError
+from jaxtrain.data.packing import Document
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed, prefetching
 from jaxtrain.data.sources.documents import packed
+from rollout_bridge.trajectories.packing import PackingError
 
 PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
 

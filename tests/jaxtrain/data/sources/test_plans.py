@@ -14,7 +14,7 @@ import pytest
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, prefetching
-from jaxtrain.data.sources.plans import FILL, PlannedBatches, Planning, TrainerClock, discard_plans
+from jaxtrain.data.sources.plans import PlannedBatches, Planning, TrainerClock, discard_plans
 from jaxtrain.losses.base import replay_column
 from jaxtrain.losses.policies.base import POLICY_COLUMNS
 from jaxtrain.rl.advantages.group_mean import GroupMean
@@ -28,7 +28,7 @@ from tests.rollout_bridge.trajectories.conftest import TOKENS, made_group
 ROOT = Path(__file__).parents[4]
 PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
 SHAPE = BatchShape(microbatches=1, rows=4, sequence_length=8)
-ROWS_A_STEP = 6  # of 5 tokens each, in 0.95 of 32 positions
+ROWS_A_STEP = 8  # of 5 tokens, 4 positions each
 
 
 def config(*overrides: str) -> AsyncGrpoConfig:
@@ -39,9 +39,9 @@ def config(*overrides: str) -> AsyncGrpoConfig:
 
 @pytest.fixture
 def store() -> Store:
-    """Ten groups of two trajectories with rewards 0 and 1, all of version 0."""
+    """13 groups of two trajectories with rewards 0 and 1, all of version 0."""
     store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
-    for index in range(10):
+    for index in range(13):
         SegmentWriter(store, "w").append(made_group(index, created_at=index))
     return store
 
@@ -105,24 +105,24 @@ def test_without_lag_nothing_is_planned_ahead(store, lag, planned):
 
 
 def test_each_batch_has_the_shape_of_the_tokens_handed_out_before_it(store):
-    """In its plan and in its packing: 95 % of 16 positions hold 3 trajectories of 5 tokens, of 32 hold 6."""
+    """In its plan and in its packing: 16 positions hold 4 trajectories of 5 tokens, 32 hold 8."""
     found, asked = planning(store), []
     found.clock.set(9)
 
     def shape_at(tokens: int) -> BatchShape:
         asked.append(tokens)
-        return replace(SHAPE, rows=2) if tokens < 3 * (TOKENS - 1) else SHAPE
+        return replace(SHAPE, rows=2) if tokens < 4 * (TOKENS - 1) else SHAPE
 
     batches = iter(PlannedBatches(found, replace(spec(), shape_at=shape_at)))
     rows = [next(batches).batch.tokens.shape[1] for _ in range(3)]
-    assert asked == [0, 3 * (TOKENS - 1), 9 * (TOKENS - 1)]
+    assert asked == [0, 0, 4 * (TOKENS - 1), 12 * (TOKENS - 1)]  # once for the first credits
     assert rows == [2, 4, 4]
     plans = [read_plan(store, step) for step in range(3)]
-    assert [plan and len(plan.rows) for plan in plans] == [3, 6, 6]
+    assert [plan and len(plan.rows) for plan in plans] == [4, 8, 8]
     again = iter(PlannedBatches(found, replace(spec(), shape_at=shape_at)))
-    again.set_state({"step": 2, "tokens": 9 * (TOKENS - 1)})
+    again.set_state({"step": 2, "tokens": 12 * (TOKENS - 1)})
     next(again)
-    assert asked[3:] == [9 * (TOKENS - 1)]
+    assert asked[4:] == [0, 12 * (TOKENS - 1)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -213,14 +213,14 @@ def test_an_advantage_of_each_token_reaches_the_batch(store):
     batch = next(iter(PlannedBatches(found, spec()))).batch
     plan = read_plan(store, 0)
     assert plan is not None and len(plan.rows) == ROWS_A_STEP
-    assert sorted(row.advantage for row in plan.rows) == [0.0] * 3 + [10.0] * 3
+    assert sorted(row.advantage for row in plan.rows) == [0.0] * 4 + [10.0] * 4
     advantages, segments = batch["advantages"], np.asarray(batch.segment_ids)
     found_rows = sorted(
         advantages[at][segments[at] == segment].tolist()
         for at in np.ndindex(segments.shape[:2])
         for segment in range(1, segments[at].max() + 1)
     )
-    assert found_rows == [[1.0, 2.0, 3.0, 4.0]] * 3 + [[11.0, 12.0, 13.0, 14.0]] * 3
+    assert found_rows == [[1.0, 2.0, 3.0, 4.0]] * 4 + [[11.0, 12.0, 13.0, 14.0]] * 4
 
 
 def test_what_a_loss_reads_is_that_of_the_trajectories(store):
@@ -232,7 +232,7 @@ def test_what_a_loss_reads_is_that_of_the_trajectories(store):
     batch = next(iter(PlannedBatches(found, spec(columns=(*POLICY_COLUMNS, replay_column(3, 2)))))).batch
     valid = np.asarray(batch.segment_ids) > 0
     learnt = np.asarray(batch.loss_weights) == 1
-    assert valid.sum() == ROWS_A_STEP * (TOKENS - 1) <= FILL * SHAPE.positions
+    assert valid.sum() == ROWS_A_STEP * (TOKENS - 1) == SHAPE.positions
     np.testing.assert_array_equal(learnt, valid & (np.asarray(batch.positions) >= 1))
     assert (batch["behavior_logprobs"][learnt] == -0.5).all()
     assert (np.abs(batch["advantages"][valid]) == 0.5).all() and not batch["advantages"][~valid].any()
@@ -246,7 +246,7 @@ def test_the_rows_of_the_metrics_by_hand():
     SegmentWriter(store, "w").append(made_group(0, rewards=[0.0, 1.0], versions=[[0, 1, 2], [2, 2, 2]]))
     found = planning(store, "trajectories.max_lag=1", version_at=lambda step: 2)
     found.clock.set(0)
-    small = replace(spec(), shape_at=lambda tokens: BatchShape(1, 1, 11))  # FILL of it is 10 tokens
+    small = replace(spec(), shape_at=lambda tokens: BatchShape(1, 1, 8))
     metrics = dict(next(iter(PlannedBatches(found, small))).metrics)
     assert metrics == {
         "reward_mean": 0.5,
