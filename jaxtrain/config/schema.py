@@ -200,6 +200,12 @@ class AsyncGrpoConfig(ExperimentConfig):
                 f"{self.trajectories.length_bins} is more than batch.sequence_length "
                 f"{self.batch.sequence_length}: a bin would hold no length",
             )
+        if self.weights.publish_every > self.trajectories.max_lag + 1:
+            raise rejection(
+                "weights.publish_every",
+                f"{self.weights.publish_every} is more than trajectories.max_lag "
+                f"{self.trajectories.max_lag} + 1: before the next version no token would be fresh",
+            )
         if self.rollouts.capture_routed_experts and self.model.n_routed_experts is None:
             raise rejection(
                 "rollouts.capture_routed_experts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -18,7 +18,8 @@ from jaxtrain.training.state import TrainState
 from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
 from rollout_bridge.store import Store
-from rollout_bridge.weights.format.manifest import Latest
+from rollout_bridge.weights.format.chain import read_manifest
+from rollout_bridge.weights.format.manifest import BrokenVersion, Latest
 from rollout_bridge.weights.format.run import RunInfo, create_or_join
 from rollout_bridge.weights.write.publisher import (
     NothingToCompare,
@@ -57,6 +58,7 @@ class PublishPolicy:
     head: of the chain at the start. last: the version of the trainer's current weights, published or being
     written; while a restart repeats steps, the head's.
     rl_begins: optimizer step at which RL began.
+    steps: optimizer step of each version, down to one that is too old to train on.
     """
 
     publisher: Publisher
@@ -64,16 +66,25 @@ class PublishPolicy:
     head: Latest
     last: Published
     rl_begins: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
     _publication: Publication | None = None
 
     @property
     def version(self) -> int:
         return self.last.version
 
-    def version_at(self, rl_step: int) -> int:
-        """Version that the weights will have at RL step `rl_step`; for any thread."""
-        last, every = self.last, self.section.publish_every
-        return last.version + max(0, rl_step // every - (last.step - self.rl_begins) // every)
+    def lag(self, version: int, rl_step: int) -> int:
+        """Optimizer steps from the weights of `version` to those that RL step `rl_step` trains.
+
+        At least so many for a version older than the known ones; below 0 for one that is not published.
+        For any thread.
+        """
+        if version > self.version:
+            return self.version - version
+        now, missing = self.rl_begins + rl_step, 0
+        while version + missing not in self.steps and version + missing < self.version:
+            missing += 1
+        return max(0, now - self.steps.get(version + missing, now) + missing)
 
     def follow(self, state: TrainState, progress: Progress, *, update_rms: float | None = None) -> None:
         """Publishes `state` if its step is past the last published one and due.
@@ -107,12 +118,14 @@ class PublishPolicy:
 
     def _due(self, progress: Progress) -> bool:
         """Whether a multiple of `publish_every` RL steps lies after the last published one, up to this."""
-        return self.last.step < 0 or self.version_at(progress.of(RL).steps) > self.last.version
+        last, every = self.last, self.section.publish_every
+        return last.step < 0 or progress.of(RL).steps // every > (last.step - self.rl_begins) // every
 
     def _publish(self, params: dict[str, jax.Array], progress: Progress, update_rms: float | None) -> None:
         rms = update_rms if self.section.publish_every == 1 else None  # of one step
         self._publication = self.publisher.publish(params, step=progress.step, update_rms=rms)
         self.last = Published(self._publication.version, progress.step)
+        self.steps[self.last.version] = self.last.step
 
     def finish(self, state: TrainState, progress: Progress) -> int:
         """Publishes the last weights if they are not yet; returns their version once it is durable."""
@@ -186,9 +199,27 @@ def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
             publisher.join(head)
         log.info("took over at version %d, incarnation %d", head.version, head.incarnation)
         last = Published(head.version, head.step if head.manifest is not None else -1)
-        yield PublishPolicy(publisher, config.weights, head, last)
+        steps = known_steps(store, head, publisher.run, back=config.trajectories.max_lag) if first else {}
+        yield PublishPolicy(publisher, config.weights, head, last, steps=steps)
     finally:
         publisher.close()
+
+
+def known_steps(store: Store, head: Latest, run: RunInfo, *, back: int) -> dict[int, int]:
+    """Optimizer steps of the newest versions, down to one more than `back` steps before the head's.
+
+    Fewer where the chain cannot be read.
+    """
+    steps: dict[int, int] = {}
+    ref = head.manifest
+    while ref is not None and (not steps or head.step - min(steps.values()) <= back):
+        try:
+            manifest = read_manifest(store, ref, run)
+        except BrokenVersion as error:
+            log.warning("steps of versions up to %d are not known: %s", ref.version, error)
+            break
+        steps[ref.version], ref = manifest.step, manifest.parent
+    return steps
 
 
 def writer_settings(section: WeightSection) -> WriterSettings:

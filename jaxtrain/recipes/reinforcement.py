@@ -33,7 +33,8 @@ def reinforcement(run: Run, store: Store, policy: PublishPolicy, evaluations: Ev
         ),
         replayed=replayed if replays else None,
         clock=clock,
-        version_at=policy.version_at,
+        version=lambda: policy.version,
+        lag=policy.lag,
     )
 
     def before(progress: Progress) -> None:

@@ -106,6 +106,6 @@ def _lags(plans: list[Plan], written: dict[tuple[str, int], TrajectoryRef]) -> C
         for row in plan.rows:
             ref = written.get(row.place)
             for version, tokens in ref.version_counts if ref is not None else ():
-                if fresh_tokens([(version, tokens)], version=plan.version, max_lag=plan.max_lag):
-                    lags[max(0, plan.version - version)] += tokens
+                if fresh_tokens([(version, tokens)], lag=plan.lag, max_lag=plan.max_lag):
+                    lags[max(0, plan.lag(version))] += tokens
     return lags

@@ -65,8 +65,10 @@ class PlanRow(RowRef):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Step `step`, trained at policy version `version`, tokens more than `max_lag` versions behind it masked.
+    """Step `step`; tokens more than `max_lag` optimizer steps behind the weights it trains are masked.
 
+    version: the newest when it was made, published or being written.
+    lags: (version, optimizer steps from its weights to those of this step), of each version in `rows`.
     rows: in the order they were drawn. drops: what this plan rules out for good, by reason.
     quarantined: bad segments known when it was made, with what is wrong. segment_rows: rows of every segment
         named.
@@ -81,6 +83,11 @@ class Plan:
     drops: Mapping[str, tuple[RowRef, ...]] = field(default_factory=dict)
     quarantined: Mapping[str, str] = field(default_factory=dict)
     segment_rows: Mapping[str, int] = field(default_factory=dict)
+    lags: tuple[tuple[int, int], ...] = ()
+
+    def lag(self, version: int) -> int:
+        """Of a token of `version`, in optimizer steps; of a version not in `lags`, one step a version."""
+        return dict(self.lags).get(version, self.version - version)
 
     @property
     def tokens(self) -> int:
@@ -103,6 +110,7 @@ class Plan:
                 "drops": {reason: [asdict(row) for row in rows] for reason, rows in self.drops.items()},
                 "quarantined": dict(self.quarantined),
                 "segment_rows": dict(self.segment_rows),
+                "lags": self.lags,
             },
             sort_keys=True,
             separators=(",", ":"),
@@ -123,6 +131,7 @@ class Plan:
                         reason: tuple(RowRef(**row) for row in rows)
                         for reason, rows in value["drops"].items()
                     },
+                    "lags": tuple((version, lag) for version, lag in value.get("lags", ())),
                 }
             )
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -223,9 +232,7 @@ def load_rows(store: Store, plan: Plan, cache: dict[str, list[Trajectory]]) -> l
                 f"{found}. {_way_out(plan.step)}"
             )
         trajectory = rows[row.row]
-        mask = fresh_mask(
-            trajectory.versions, trajectory.trainable, version=plan.version, max_lag=plan.max_lag
-        )
+        mask = fresh_mask(trajectory.versions, trajectory.trainable, lag=plan.lag, max_lag=plan.max_lag)
         loaded.append(Row(trajectory=trajectory, advantage=row.advantage, mask=mask))
     return loaded
 

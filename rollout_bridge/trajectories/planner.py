@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.claims import grant, read_claims
+from rollout_bridge.trajectories.gate import Lag
 from rollout_bridge.trajectories.log import LogReader, TrajectoryRef
 from rollout_bridge.trajectories.plan import Plan, PlanError, create_plan, plan_key, plan_steps, read_plan
 from rollout_bridge.trajectories.schema import group_id
@@ -68,9 +69,18 @@ class Planner:
         """Bad segments so far, by key, with what is wrong with them."""
         return dict(self._reader.quarantined)
 
-    def plan(self, step: int, version: int, *, timeout: float, rows: int | None = None) -> Plan:
+    def plan(
+        self,
+        step: int,
+        version: int | Callable[[], int],
+        *,
+        timeout: float,
+        rows: int | None = None,
+        lag: Lag | None = None,
+    ) -> Plan:
         """The plan of `step`: that in the store, else a new one at trainer version `version`, then durable.
 
+        version: a function is called at each look. lag: of a version at this step, by default one a version.
         rows: of this step and later ones, instead of the settings' (batch-size warm-up).
         Raises `PlanTimeoutError` after `timeout` seconds, `PlanError` for a step that later plans passed.
         """
@@ -88,16 +98,19 @@ class Planner:
         if rows is not None:
             self._settings = replace(self._settings, rows=rows)
 
+        def selected() -> Selection:
+            return self._select(step, version() if callable(version) else version, lag)
+
         def look() -> Plan | None:
-            selection = self._select(step, version)
+            selection = selected()
             if selection.plan is not None:
-                return self._commit(selection.plan)
+                return self._commit(selection.plan, lag)
             self._grant(selection)
             return None
 
         return wait_for(
             look,
-            lambda: self._shortage(self._select(step, version), step),
+            lambda: self._shortage(selected(), step),
             timeout=timeout,
             poll=self._poll_seconds,
             error=PlanTimeoutError,
@@ -109,9 +122,9 @@ class Planner:
 
         For before the first plan, so that workers are busy while the trainer compiles.
         """
-        return self._grant(self._select(step=0, version=0))
+        return self._grant(self._select(step=0, version=0, lag=None))
 
-    def _select(self, step: int, version: int) -> Selection:
+    def _select(self, step: int, version: int, lag: Lag | None) -> Selection:
         # Claims before the log: a claim is completed after its segments are written.
         complete = self._complete_groups() if self._reader.unreadable else set()
         for ref in self._reader.poll():
@@ -124,11 +137,12 @@ class Planner:
             version=version,
             state=self._state,
             settings=self._settings,
+            lag=lag,
             segment_rows=self._reader.segment_rows,
             quarantined=self._reader.quarantined,
         )
 
-    def _commit(self, plan: Plan) -> Plan:
+    def _commit(self, plan: Plan, lag: Lag | None) -> Plan:
         if not create_plan(self._store, plan):
             existing = read_plan(self._store, plan.step)
             if existing is None:
@@ -138,7 +152,7 @@ class Planner:
             logger.warning("%s was made by another process meanwhile; it stands", plan_key(plan.step))
             plan = existing
         self._record(plan)
-        self._grant(self._select(plan.step + 1, plan.version))
+        self._grant(self._select(plan.step + 1, plan.version, lag))
         return plan
 
     def _record(self, plan: Plan) -> None:

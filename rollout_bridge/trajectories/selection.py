@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rollout_bridge.trajectories.gate import Gate, fresh_tokens, passes
+from rollout_bridge.trajectories.gate import Gate, Lag, fresh_tokens, passes
 from rollout_bridge.trajectories.groups import VALID, Boundary, recovery_slots
 from rollout_bridge.trajectories.log import TrajectoryRef
 from rollout_bridge.trajectories.packing import Room, best_fit, positions
@@ -159,6 +159,7 @@ def select(
     version: int,
     state: SelectionState,
     settings: SelectionSettings,
+    lag: Lag | None = None,
     segment_rows: Mapping[str, int] | None = None,
     quarantined: Mapping[str, str] | None = None,
 ) -> Selection:
@@ -166,13 +167,15 @@ def select(
 
     refs: everything that arrived and is not settled, with the settled members of groups that are settled in
         part; in any order. segment_rows, quarantined: copied into the plan.
+    lag: of a version at this step, by default one for each version.
     """
-    candidates, drops = _sort_out(refs, version=version, state=state, settings=settings)
+    lag = lag or (lambda older: version - older)
+    candidates, drops = _sort_out(refs, version=version, lag=lag, state=state, settings=settings)
     drawn = _draw(candidates, settings=settings, cursor=state.cursor)
     plan = None
     if drawn.full:
         rows = tuple(
-            _plan_row(c, slot, version, settings.gate) for c, slots in drawn.rows for slot in range(slots)
+            _plan_row(c, slot, lag, settings.gate) for c, slots in drawn.rows for slot in range(slots)
         )
         named = {row.segment for row in rows} | {row.segment for dropped in drops.values() for row in dropped}
         plan = Plan(
@@ -181,6 +184,7 @@ def select(
             max_lag=settings.gate.max_lag,
             cursor=drawn.cursor,
             rows=rows,
+            lags=tuple((v, lag(v)) for v in sorted({v for row in rows for v, _ in row.version_counts})),
             drops=drops,
             quarantined=dict(quarantined or {}),
             segment_rows={key: rows for key, rows in (segment_rows or {}).items() if key in named},
@@ -195,7 +199,12 @@ def select(
 
 
 def _sort_out(
-    refs: Iterable[TrajectoryRef], *, version: int, state: SelectionState, settings: SelectionSettings
+    refs: Iterable[TrajectoryRef],
+    *,
+    version: int,
+    lag: Lag,
+    state: SelectionState,
+    settings: SelectionSettings,
 ) -> tuple[list[_Candidate], dict[str, tuple[RowRef, ...]]]:
     """Splits unsettled trajectories into those that may be drawn and those dropped, by reason."""
     copies: dict[str, dict[str, list[TrajectoryRef]]] = defaultdict(lambda: defaultdict(list))
@@ -210,7 +219,7 @@ def _sort_out(
         for segment, members in by_segment.items():
             members.sort(key=lambda ref: ref.member)
             if segment == chosen:
-                found, dropped = _judge_group(members, version=version, settings=settings)
+                found, dropped = _judge_group(members, version=version, lag=lag, settings=settings)
                 candidates.extend(c for c in found if (c.ref.segment, c.ref.row) not in state.settled)
             else:
                 dropped = [("duplicate", ref) for ref in members]
@@ -238,7 +247,7 @@ def _advantages(valid: list[TrajectoryRef], advantage: Advantage) -> dict[int, f
 
 
 def _judge_group(
-    members: list[TrajectoryRef], *, version: int, settings: SelectionSettings
+    members: list[TrajectoryRef], *, version: int, lag: Lag, settings: SelectionSettings
 ) -> tuple[list[_Candidate], list[tuple[str, TrajectoryRef]]]:
     valid = [ref for ref in members if ref.status in VALID]
     dropped = [("environment_failure", ref) for ref in members if ref.status not in VALID]
@@ -260,7 +269,7 @@ def _judge_group(
         left = [ref for ref, keep in zip(left, kept, strict=True) if keep]
     candidates = []
     for ref in left:
-        if not passes(ref.version_counts, version=version, gate=settings.gate):
+        if not passes(ref.version_counts, lag=lag, gate=settings.gate):
             dropped.append(("stale", ref))
         elif positions(ref.tokens) > settings.sequence_length:
             dropped.append(("too_long", ref))
@@ -336,7 +345,7 @@ def _fill(order: list[tuple[_Candidate, int]], *, settings: SelectionSettings, c
     )
 
 
-def _plan_row(candidate: _Candidate, slot: int, version: int, gate: Gate) -> PlanRow:
+def _plan_row(candidate: _Candidate, slot: int, lag: Lag, gate: Gate) -> PlanRow:
     ref = candidate.ref
     return PlanRow(
         segment=ref.segment,
@@ -346,6 +355,6 @@ def _plan_row(candidate: _Candidate, slot: int, version: int, gate: Gate) -> Pla
         advantage=candidate.advantage,
         reward=ref.reward,
         tokens=ref.tokens,
-        trainable_tokens=fresh_tokens(ref.version_counts, version=version, max_lag=gate.max_lag),
+        trainable_tokens=fresh_tokens(ref.version_counts, lag=lag, max_lag=gate.max_lag),
         version_counts=ref.version_counts,
     )

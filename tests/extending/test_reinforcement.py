@@ -135,7 +135,7 @@ def test_a_planned_batch_and_a_step_on_it(config, one_device):
     advantage discounts the others, and its loss trains on them.
     """
     store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
-    for group, rewards in enumerate([(1, 1), (1, 0.5), *[(1, 0)] * 4]):
+    for group, rewards in enumerate([(1, 1), (1, 0.5), *[(1, 0)] * 5]):
         members = [trajectory(group, i, reward=float(reward)) for i, reward in enumerate(rewards)]
         SegmentWriter(store, "w").append(members)
     clock = TrainerClock()
@@ -148,21 +148,22 @@ def test_a_planned_batch_and_a_step_on_it(config, one_device):
         filters=tuple(build("filter", rule, where=f"trajectories.filters.{i}") for i, rule in rules),
         replayed=None,
         clock=clock,
-        version_at=lambda step: 0,
+        version=lambda: 0,
+        lag=lambda version, step: 0,
     )
     loss = build("loss", config.rl.loss, where="rl.loss")
-    shape = BatchShape(microbatches=1, rows=4, sequence_length=14)  # 56 * 0.95 tokens, 7 trajectories of 7
+    shape = BatchShape(microbatches=1, rows=4, sequence_length=14)  # two trajectories of 7 tokens a row
     spec = BatchSpec(shape_at=lambda tokens: shape, columns=loss.columns, steps=1)
     packed = next(iter(PlannedBatches(planning, spec)))
 
     plan = read_plan(store, 0)
-    assert plan is not None and len(plan.rows) == 7
+    assert plan is not None and len(plan.rows) == 8
     dropped = {reason: {row.group_id for row in rows} for reason, rows in plan.drops.items()}
     assert dropped == {"no_signal": {"00000000"}, "too_easy": {"00000001"}}
 
     batch = packed.batch
     documents = documents_in(batch)
-    assert len(documents) == 7 and batch.tokens.shape == (1, 4, 14)  # so some share a row
+    assert len(documents) == 8 and batch.tokens.shape == (1, 4, 14)  # so some share a row
     discount = np.array([0.9 * 0.98**3, 0.9 * 0.98**2, 0.98, 1])
     for where in documents:
         trained = where & (np.asarray(batch.loss_weights) > 0)
@@ -178,7 +179,7 @@ def test_a_planned_batch_and_a_step_on_it(config, one_device):
     values = ScheduledValues(learning_rate=1e-3, router_bias_rate=0.0, balance_weight=0.0, mtp_weight=0.0)
     _, report = train_step(programs, trainable.placement, trainable.initial_state(seed=0), batch, values)
     assert report.finite and report.values["gradient_norm"] > 0
-    assert report.values["weight"] == pytest.approx(7)  # a mean over trajectories
+    assert report.values["weight"] == pytest.approx(8)  # a mean over trajectories
     # A new model knows nothing: each of its 64 tokens has a log-probability near -log 64, as when sampled.
     assert report.values["sequence_ratio"] == pytest.approx(1, abs=0.05)
     assert report.values["clipped_fraction"] == 0

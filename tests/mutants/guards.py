@@ -240,8 +240,8 @@ MUTANTS = (
     Mutant(
         name="a-token-at-the-largest-lag-is-stale",
         file=GATE,
-        old="for token_version, count in version_counts if version - token_version <= max_lag)",
-        new="for token_version, count in version_counts if version - token_version < max_lag)",
+        old="for token_version, count in version_counts if lag(token_version) <= max_lag)",
+        new="for token_version, count in version_counts if lag(token_version) < max_lag)",
         test=f"{TRAJECTORIES}/test_gate_sampler_groups.py::test_gate_by_hand",
     ),
     Mutant(

@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         name="planned-a-step-too-far-ahead",
         file=PLANS,
-        old="wait_for(self._step - self._ahead,",
-        new="wait_for(self._step - self._ahead - 1,",
+        old="wait_for(step - self._ahead,",
+        new="wait_for(step - self._ahead - 1,",
         test=f"{PLANNED}::test_a_step_is_planned_when_the_trainer_is_near_enough",
     ),
     Mutant(
@@ -128,10 +128,10 @@ MUTANTS = (
     ),
     # Versions.
     Mutant(
-        name="a-version-a-step-foretold",
+        name="a-version-a-step",
         file="jaxtrain/publishing/publication.py",
         old="last, every = self.last, self.section.publish_every",
         new="last, every = self.last, 1",
-        test="tests/jaxtrain/publishing/test_publication.py::test_the_version_that_a_later_step_will_have",
+        test="tests/jaxtrain/publishing/test_publication.py::test_a_version_every_so_many_steps",
     ),
 )

@@ -19,7 +19,7 @@ from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
 from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories.gate import Gate
+from rollout_bridge.trajectories.gate import Gate, lags_of
 from rollout_bridge.trajectories.groups import Boundary
 from rollout_bridge.trajectories.plan import (
     Plan,
@@ -65,7 +65,8 @@ class Planning:
     """Settings and inputs of planning.
 
     replayed: (MoE layers, k) of the experts that engines send and the loss replays; None if it does not.
-    version_at: policy version that the trainer's weights will have at a step; called by the planning thread.
+    version: the newest policy version. lag: of a version at an RL step, in optimizer steps. Called by the
+        planning thread.
     """
 
     store: Store
@@ -74,7 +75,8 @@ class Planning:
     filters: tuple[Filter, ...]
     replayed: tuple[int, int] | None
     clock: TrainerClock
-    version_at: Callable[[int], int]
+    version: Callable[[], int]
+    lag: Callable[[int, int], int]
 
     def planner(self, shape: BatchShape, sleep: Callable[[float], None]) -> Planner | None:
         """In process 0 only; workers may claim prompts from then on.
@@ -150,17 +152,18 @@ class _Iterator(grain.DatasetIterator[Packed]):
     def __next__(self) -> Packed:
         if self._step >= self._spec.steps:
             raise StopIteration
-        planning, shape = self._planning, self._spec.shape_at(self._tokens)
-        planning.clock.wait_for(self._step - self._ahead, self._spec.interrupted)
+        planning, shape, step = self._planning, self._spec.shape_at(self._tokens), self._step
+        planning.clock.wait_for(step - self._ahead, self._spec.interrupted)
         if self._planner is not None:
             self._planner.plan(
-                self._step,
-                planning.version_at(self._step),
+                step,
+                planning.version,
+                lag=lambda version: planning.lag(version, step),
                 timeout=self._timeout,
                 rows=shape.microbatches * shape.rows,
             )
         plan = wait_for_plan(
-            planning.store, self._step, timeout=self._timeout, poll=POLL_SECONDS, sleep=self._sleep
+            planning.store, step, timeout=self._timeout, poll=POLL_SECONDS, sleep=self._sleep
         )
         packed = self._packed(plan, shape)
         self._step += 1
@@ -212,8 +215,8 @@ def document(
 
 
 def trajectory_metrics(plan: Plan, rows: Sequence[Row]) -> dict[str, float]:
-    """Reward, and lag in versions of the tokens trained on."""
-    lags = np.concatenate([plan.version - row.trajectory.versions[row.mask] for row in rows])
+    """Reward, and lag in optimizer steps of the tokens trained on."""
+    lags = lags_of(np.concatenate([row.trajectory.versions[row.mask] for row in rows]), plan.lag)
     trainable = sum(int(row.trajectory.trainable.sum()) for row in rows)
     return {
         "reward_mean": float(np.mean([row.trajectory.reward for row in rows])),

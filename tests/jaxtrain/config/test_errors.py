@@ -111,6 +111,11 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
             "rollouts.max_tokens: 128 leaves no room for a prompt in batch.sequence_length 128",
         ),
         (
+            "weights.publish_every=10",
+            "weights.publish_every: 10 is more than trajectories.max_lag 8 + 1: before the next version no "
+            "token would be fresh",
+        ),
+        (
             "rollouts={servers: 2, servers_at_once: 2}",
             "rollouts.servers_at_once: 2 of rollouts.servers 2 would stop the whole fleet; it must be fewer "
             "than all",

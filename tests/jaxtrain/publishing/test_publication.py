@@ -1,7 +1,8 @@
-"""When versions go out, which version a later step will have, and what the trainer's rows say of it."""
+"""When versions go out, how far behind a version is, and what the trainer's rows say of it."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from jaxtrain.data.packing import Document, pack
 from jaxtrain.losses.next_token import NextToken
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.optim.optimizer import Method, OptimizerConfig
-from jaxtrain.publishing.publication import Published, PublishPolicy
+from jaxtrain.publishing.publication import Published, PublishPolicy, known_steps
 from jaxtrain.training.build import trainable
 from jaxtrain.training.phase import ScheduledValues
 from jaxtrain.training.programs import train_step
@@ -27,6 +28,7 @@ from rollout_bridge.quantization.plan import plan_for
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.manifest import Kind, Latest, ManifestRef
 from rollout_bridge.weights.format.run import RunInfo, create_or_join
+from rollout_bridge.weights.write.latest_wins import LatestWins, Ticket
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.models.tiny import HF_CONFIG
 from tests.rollout_bridge.weights import tiny
@@ -75,37 +77,86 @@ def progress_at(rl_step: int) -> Progress:
 STATE = TrainState({}, {}, {}, ())
 
 
-@pytest.mark.parametrize(
-    ("every", "head", "expected"),
-    [
-        # Version 1 is of the weights before RL.
-        (1, (1, 0), {0: 1, 1: 2, 2: 3, 7: 8}),
-        (3, (1, 0), {0: 1, 1: 1, 2: 1, 3: 2, 5: 2, 6: 3, 8: 3, 9: 4}),
-        # A redo from an earlier checkpoint: the head's version until its step, 10, is passed.
-        (1, (5, 10), {7: 5, 8: 5, 10: 5, 11: 6, 12: 7}),
-        (3, (4, 9), {7: 4, 9: 4, 11: 4, 12: 5, 15: 6}),
-        # The last weights of an earlier start went out at RL step 10, between two multiples of 3.
-        (3, (5, 10), {8: 5, 10: 5, 11: 5, 12: 6, 14: 6, 15: 7}),
-    ],
-)
-def test_the_version_that_a_later_step_will_have(every, head, expected) -> None:
-    policy = policy_at(*head, every=every)
-    assert {step: policy.version_at(step) for step in expected} == expected
-
-
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_the_version_foretold_is_the_version_published(every) -> None:
-    """Of every later step, at every step of an RL phase of nine; the warm start's weights are version 1."""
+def test_a_version_every_so_many_steps(every) -> None:
+    """Of an RL phase of nine steps; the warm start's weights are version 1."""
     policy = policy_at(0, 0, every=every)
-    foretold: dict[int, set[int]] = {step: set() for step in range(10)}
     for step in range(10):
         policy.follow(STATE, progress_at(step))
-        assert foretold[step] <= {policy.version}
-        for later in range(step, 10):
-            foretold[later].add(policy.version_at(later))
     recorder: Any = policy.publisher
     multiples = range(0, 10, every)
     assert recorder.published == [(n, WARM + step) for n, step in enumerate(multiples, start=1)]
+
+
+class SlowUploads:
+    """Takes the place of the publisher where only its slot counts: each upload ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.committed = dict[int, int]()  # version -> optimizer step of the weights
+        self._tickets: list[Ticket[int]] = []
+        self._let_go = threading.Semaphore(0)
+        self._slot = LatestWins[tuple[int, int], int](
+            self._upload, after=lambda version: None, replaced=lambda *jobs: TimeoutError(), name="upload"
+        )
+
+    def publish(self, params: Any, *, step: int, update_rms: float | None) -> Any:
+        made: list[tuple[int, int]] = []
+
+        def make(ahead: tuple[int, int] | None, waiting: tuple[int, int] | None) -> tuple[int, int]:
+            made.append((1 + (ahead[0] if ahead else len(self.committed)), step))
+            return made[0]
+
+        self._tickets.append(self._slot.put(make))
+        return SimpleNamespace(version=made[0][0])
+
+    def _upload(self, job: tuple[int, int]) -> int:
+        assert self._let_go.acquire(timeout=60)
+        self.committed[job[0]] = job[1]
+        return job[0]
+
+    def let_one_go(self) -> None:
+        [flight] = [ticket for ticket in self._tickets if not ticket.done()][:1]
+        self._let_go.release()
+        flight.result(300)
+
+
+def test_lag_counts_optimizer_steps_however_slow_the_uploads() -> None:
+    """Of 30 steps, with an upload that takes 10: two are in the store, one step and 19 behind the last."""
+    uploads = SlowUploads()
+    policy = policy_at(0, 0, every=1, publisher=uploads)
+    for step in range(31):
+        if step and step % 10 == 0:
+            uploads.let_one_go()
+        policy.follow(STATE, progress_at(step))
+        for version, published in uploads.committed.items():
+            assert policy.lag(version, step) == WARM + step - published
+    assert uploads.committed == {1: WARM, 2: WARM + 9, 3: WARM + 19}
+    assert [policy.lag(version, 30) for version in (1, 2, 3)] == [30, 21, 11]
+    assert policy.lag(policy.version, 31) == 1 and policy.lag(policy.version + 7, 30) == -7
+    for _ in range(2):
+        uploads.let_one_go()
+    assert (
+        uploads.committed[policy.version] == WARM + 30
+    )  # the last that waited has the number of those before
+
+
+def test_lag_of_versions_of_an_earlier_start(tmp_path) -> None:
+    """Their steps are those of their manifests: 3, 4, 8 and 9 of versions 1 to 4."""
+    store = tiny.open_store(tmp_path.name)
+    trainer = tiny.publisher(store)
+    trainer.take_over()
+    tree = tiny.params()
+    for number, step in enumerate((3, 4, 8, 9)):
+        tree = tiny.step(tree, number)
+        trainer.publish(tiny.on_device(tree), step=step).result(300)
+    head, run = trainer.head, trainer.run
+    trainer.close()
+    assert known_steps(store, head, run, back=100) == {4: 9, 3: 8, 2: 4, 1: 3}
+    assert known_steps(store, head, run, back=2) == {4: 9, 3: 8, 2: 4}
+    policy = policy_at(4, 9 - WARM, every=1)
+    policy.steps.update({4: 9, 3: 8, 2: 4})
+    lags = [policy.lag(version, 10 - WARM) for version in (4, 3, 2, 1, 0)]
+    assert lags == [1, 2, 6, 7, 8], "of those not read, at least a step more each"
 
 
 def test_a_redo_publishes_nothing_until_the_heads_step_is_passed_and_compares_there() -> None:

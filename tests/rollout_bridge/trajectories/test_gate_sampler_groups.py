@@ -19,15 +19,21 @@ OK, BAD, LATE, MAL = Status.OK, Status.ENVIRONMENT_FAILURE, Status.TIMEOUT, Stat
 
 
 def test_gate_by_hand() -> None:
-    # Trainer at 7, lag at most 2: versions 5 and up are fresh. 4 tokens at 4, 6 at 5: 6 of 10 fresh.
+    # Versions 4, 5 and 7 are of optimizer steps 20, 28 and 30; at step 30, lag at most 2, 5 is fresh and 4 is
+    # not. 4 tokens at 4, 6 at 5: 6 of 10 fresh.
+    steps = {-1: 0, 4: 20, 5: 28, 7: 30}
     counts = [(4, 4), (5, 6)]
-    assert fresh_tokens(counts, version=7, max_lag=2) == 6
-    assert passes(counts, version=7, gate=Gate(max_lag=2, min_fresh_fraction=0.6))
-    assert not passes(counts, version=7, gate=Gate(max_lag=2, min_fresh_fraction=0.61))
-    assert not passes(counts, version=9, gate=Gate(max_lag=2, min_fresh_fraction=0.0)), (
+
+    def lag(version: int) -> int:
+        return 30 - steps[version]
+
+    assert fresh_tokens(counts, lag=lag, max_lag=2) == 6
+    assert passes(counts, lag=lag, gate=Gate(max_lag=2, min_fresh_fraction=0.6))
+    assert not passes(counts, lag=lag, gate=Gate(max_lag=2, min_fresh_fraction=0.61))
+    assert not passes(counts, lag=lag, gate=Gate(max_lag=1, min_fresh_fraction=0.0)), (
         "nothing fresh, nothing used"
     )
-    mask = fresh_mask(np.array([-1, 4, 5, 7]), np.array([False, True, True, True]), version=7, max_lag=2)
+    mask = fresh_mask(np.array([-1, 4, 5, 7]), np.array([False, True, True, True]), lag=lag, max_lag=2)
     assert mask.tolist() == [False, False, True, True]
 
 
@@ -39,8 +45,8 @@ def test_gate_by_hand() -> None:
 )
 def test_what_the_gate_refuses_stays_refused(counts, version, lag, fraction) -> None:
     gate = Gate(max_lag=lag, min_fresh_fraction=fraction)
-    if not passes(counts, version=version, gate=gate):
-        assert not passes(counts, version=version + 1, gate=gate)
+    if not passes(counts, lag=lambda older: version - older, gate=gate):
+        assert not passes(counts, lag=lambda older: version + 1 - older, gate=gate)
 
 
 def test_gate_settings_are_checked() -> None:

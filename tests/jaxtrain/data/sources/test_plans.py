@@ -54,7 +54,8 @@ def planning(store: Store, *overrides: str, **changes) -> Planning:
         "filters": (NoSignal(),),
         "replayed": None,
         "clock": TrainerClock(),
-        "version_at": lambda step: step,
+        "version": lambda: 0,
+        "lag": lambda version, step: step,
     }
     return Planning(**(usual | changes))
 
@@ -85,13 +86,13 @@ def test_a_step_is_planned_when_the_trainer_is_near_enough(store, ahead):
 def test_without_lag_nothing_is_planned_ahead(store, lag, planned):
     """Whatever plans_ahead says: tokens of the version that step 0 makes are not there before it has ended.
 
-    All weights here count as version 0, so that what has arrived would be fresh enough for plan 1.
+    All weights here count as those of version 0, so that what has arrived would be fresh enough for plan 1.
     """
     found = planning(
         store,
         f"trajectories.max_lag={lag}",
         "trajectories.plans_ahead=1",
-        version_at=lambda step: 0,
+        lag=lambda version, step: 0,
     )
     found.clock.set(0)
     batches = iter(PlannedBatches(found, spec()))
@@ -163,14 +164,19 @@ def test_the_clock_lets_a_wait_go_on_only_at_its_step():
         clock.wait_for(4, lambda: True)
 
 
-def test_a_plan_is_of_the_version_that_the_weights_will_have(store):
-    found = planning(store, version_at=lambda step: 3 + 2 * step)
-    found.clock.set(0)
+def test_a_plan_has_the_newest_version_and_the_lag_of_each_at_its_step(store):
+    """Also in the store, where every process and a restart read it. Lag 9 is over the 8 that are allowed."""
+    newest = iter((3, 5, 5, 5))
+    found = planning(store, version=lambda: next(newest), lag=lambda version, step: (4, 8, 9)[step])
+    found.clock.set(1)
     batches = iter(PlannedBatches(found, spec()))
-    versions = [next(batches).metrics["plan_version"] for _ in range(2)]
-    assert versions == [3, 5]
+    metrics = [next(batches).metrics for _ in range(2)]
+    assert [row["plan_version"] for row in metrics] == [3, 5]
+    assert [(row["lag_mean"], row["lag_max"]) for row in metrics] == [(4, 4), (8, 8)]
     plans = [read_plan(store, step) for step in range(2)]
-    assert [plan and plan.version for plan in plans] == [3, 5]
+    assert [plan and (plan.version, plan.lags) for plan in plans] == [(3, ((0, 4),)), (5, ((0, 8),))]
+    with pytest.raises(Interrupted):
+        next(batches)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
@@ -186,7 +192,7 @@ def test_a_resume_serves_the_plans_that_are_there(store, stop):
     with pytest.raises(StopIteration):
         next(whole)
     assert states[3]["tokens"] == 3 * ROWS_A_STEP * (TOKENS - 1)
-    again = iter(PlannedBatches(replace(found, version_at=lambda step: 99), spec()))
+    again = iter(PlannedBatches(replace(found, version=lambda: 99), spec()))
     again.set_state(states[stop])
     resumed = [
         {name: values.tolist() for name, values in next(again).batch.columns.items()} for _ in range(3 - stop)
@@ -244,7 +250,9 @@ def test_the_rows_of_the_metrics_by_hand():
     """At version 2, lag at most 1: tokens of versions 0, 1, 2 and 2, 2, 2; the first is stale."""
     store = Store.open(f"memory://{uuid.uuid4().hex}", probe=False)
     SegmentWriter(store, "w").append(made_group(0, rewards=[0.0, 1.0], versions=[[0, 1, 2], [2, 2, 2]]))
-    found = planning(store, "trajectories.max_lag=1", version_at=lambda step: 2)
+    found = planning(
+        store, "trajectories.max_lag=1", version=lambda: 2, lag=lambda version, step: 2 - version
+    )
     found.clock.set(0)
     small = replace(spec(), shape_at=lambda tokens: BatchShape(1, 1, 8))
     metrics = dict(next(iter(PlannedBatches(found, small))).metrics)
