@@ -8,15 +8,28 @@ them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import tensorstore as ts
 
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.waiting import Interrupted, looks, sleep_unless, wait_for
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 3.0  # after a signal, for a version on its way; a stop takes 10 s at most
+RETRY_SECONDS, SLOWEST_RETRY_SECONDS = (
+    1.0,
+    15.0,
+)  # between tries of a call; short beside a step of a large model
 
 SCHEMES = ("file", "gs", "s3", "memory")
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
@@ -27,6 +40,22 @@ class StoreError(ExpectedError):
     """The store failed or cannot be trusted; the message names its url, the key and the remedy."""
 
 
+class StoreAway(StoreError):
+    """One call failed or did not end in time; the next may not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How a process waits for a store that is away.
+
+    seconds: for one call, tried again and again. interrupted: whether the process is stopping; then no call
+        is tried again, and `GRACE_SECONDS` later none begins.
+    """
+
+    seconds: float
+    interrupted: Callable[[], bool]
+
+
 class Store:
     """Bytes by key. Synchronous, safe to call from several threads; every call ends within `timeout` seconds.
 
@@ -34,10 +63,14 @@ class Store:
     A *generation* is an opaque token for the content of a key at one moment, absence included.
     """
 
-    def __init__(self, url: str, kvstore: ts.KvStore, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, url: str, kvstore: ts.KvStore, *, timeout: float = 60.0, patience: Patience | None = None
+    ) -> None:
         self.url = url
         self.timeout = timeout
         self._kvstore = kvstore
+        self._patience = patience
+        self._stopping_since: float | None = None
 
     @classmethod
     def open(cls, url: str, *, probe: bool = True, timeout: float = 60.0) -> Self:
@@ -60,6 +93,10 @@ class Store:
         if probe:
             store.prove()
         return store
+
+    def patient(self, patience: Patience) -> Self:
+        """The same store, whose calls wait for it while it is away. They raise `Interrupted` too."""
+        return type(self)(self.url, self._kvstore, timeout=self.timeout, patience=patience)
 
     def prove(self) -> None:
         """Creates a probe key twice, swaps with a stale generation; `StoreError` if either is accepted."""
@@ -165,11 +202,18 @@ class Store:
 
     def _write(self, key: str, data: bytes | None, generation: bytes | None) -> bytes:
         """The one place that writes: None deletes; returns the new generation, empty if refused."""
-        stamp = self._call(
-            "delete" if data is None else "write",
-            key,
-            lambda: self._kvstore.write(self._checked(key), data, if_equal=generation),
-        )
+        tries = 0
+
+        def start() -> Any:
+            nonlocal tries
+            tries += 1
+            return self._kvstore.write(self._checked(key), data, if_equal=generation)
+
+        stamp = self._call("delete" if data is None else "write", key, start)
+        if tries > 1 and not stamp.generation:
+            # Refused when tried again: an earlier try may have arrived, with its answer lost.
+            found, now = self.read_with_generation(key)
+            return now if found == data else b""
         return stamp.generation
 
     def _checked(self, key: str) -> str:
@@ -181,17 +225,67 @@ class Store:
         return key
 
     def _call(self, verb: str, key: str, start: Any) -> Any:
+        patience = self._patience
+        if patience is None:
+            return self._try(verb, key, start)
+        if self._stopping(patience):
+            raise Interrupted
+        away: StoreAway | None = None
+
+        def look() -> tuple[Any] | None:
+            nonlocal away
+            try:
+                return (self._try(verb, key, start),)
+            except StoreAway as error:
+                if away is None:
+                    logger.warning("%s. Trying again for up to %g s", error, patience.seconds)
+                away = error
+                return None
+
+        [result] = wait_for(
+            look,
+            lambda: f"store {self.url} to be back; the last error: {away}",
+            timeout=patience.seconds,
+            poll=RETRY_SECONDS,
+            slowest=SLOWEST_RETRY_SECONDS,
+            error=StoreError,
+            sleep=sleep_unless(patience.interrupted),
+        )
+        if away is not None:
+            logger.warning("store %s is back", self.url)
+        return result
+
+    def _stopping(self, patience: Patience) -> bool:
+        """Whether the process has been stopping for longer than calls may still begin."""
+        if not patience.interrupted():
+            return False
+        self._stopping_since = self._stopping_since or time.monotonic()
+        return time.monotonic() - self._stopping_since > GRACE_SECONDS
+
+    def _result(self, future: Any) -> Any:
+        """Of one call, within `timeout`; raises `Interrupted` soon after the process is stopping."""
+        if self._patience is None:
+            return future.result(timeout=self.timeout)
+        for pause in looks(self.timeout, 0.5):
+            try:
+                return future.result(timeout=pause)
+            except TimeoutError:
+                if self._stopping(self._patience):
+                    raise Interrupted from None
+        raise TimeoutError
+
+    def _try(self, verb: str, key: str, start: Any) -> Any:
         try:
-            return start().result(timeout=self.timeout)
-        except StoreError:
+            return self._result(start())
+        except (StoreError, Interrupted):
             raise
         except TimeoutError as error:
-            raise StoreError(
+            raise StoreAway(
                 f"store {self.url}: {verb} of {key!r} did not finish in {self.timeout:g} s. Check the "
                 "network, or open the store with a longer timeout"
             ) from error
         except Exception as error:
-            raise StoreError(
+            raise StoreAway(
                 f"store {self.url}: {verb} of {key!r} failed: {error}. Check that the location exists "
                 "and that this process may use it"
             ) from error

@@ -16,6 +16,26 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class Interrupted(Exception):
+    """A wait ended because the process is stopping."""
+
+
+def sleep_unless(interrupted: Callable[[], bool]) -> Callable[[float], None]:
+    """`time.sleep` that raises `Interrupted` within a moment of `interrupted()` being true."""
+
+    def sleep(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            if interrupted():
+                raise Interrupted
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.1))
+
+    return sleep
+
+
 class Unchanged:
     """How long records of other processes have stayed as they are, by this process's own monotonic clock.
 

@@ -208,6 +208,22 @@ def any_of(flag: bool, *, name: str, timeout: float = DEFAULT_TIMEOUT_SECONDS) -
     return "1" in answers
 
 
+def raise_flag(name: str) -> None:
+    """Raises a flag that `flag_raised` shows in every process. Nobody waits; from any thread."""
+    if jax.distributed.is_initialized():
+        _client().key_value_set(f"sharding/flag/{name}", "1", allow_overwrite=True)
+
+
+def flag_raised(name: str) -> bool:
+    """Whether any process has raised the flag. False in a single process; from any thread."""
+    if not jax.distributed.is_initialized():
+        return False
+    try:
+        return bool(_client().key_value_try_get(f"sharding/flag/{name}"))
+    except jax.errors.JaxRuntimeError:
+        return False  # not raised, or the coordinator is gone, which ends the process
+
+
 def _client() -> Any:
     """jax's coordination client: the one part of it with key-value reads and barriers that time out."""
     from jax._src import distributed

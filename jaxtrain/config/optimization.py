@@ -271,3 +271,8 @@ class FailureSection(Section):
     max_nonfinite_steps: NonNegativeInt = setting(
         3, "steps skipped for a non-finite loss or gradient before the run stops", resumable=True
     )
+    store_patience_s: PositiveFloat = setting(
+        3600.0,
+        "a trainer waits so long for a store that is away; an outage rarely lasts an hour",
+        resumable=True,
+    )

@@ -69,6 +69,11 @@ class Evaluations:
             renewed = request.model_copy(update={"renewals": request.renewals + 1})
             self._store.put_json(request.key, renewed.to_json())
 
+    def answers(self, version: int, *, step: int, stop: Callable[[], None]) -> None:
+        """Requests the last evaluation, and waits for all."""
+        self.request(version, step=step)
+        self.wait(stop=stop)
+
     def wait(self, *, stop: Callable[[], None]) -> None:
         """Returns when every request is answered. `stop` is called between polls and may raise.
 

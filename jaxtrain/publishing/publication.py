@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,8 @@ from jaxtrain.training.run import Run
 from jaxtrain.training.state import TrainState
 from rollout_bridge import architectures
 from rollout_bridge.quantization.plan import ServingLayout, plan_for
-from rollout_bridge.store import Store
+from rollout_bridge.store import Store, StoreError
+from rollout_bridge.waiting import Interrupted, wait_for
 from rollout_bridge.weights.format.chain import read_manifest
 from rollout_bridge.weights.format.manifest import BrokenVersion, Latest
 from rollout_bridge.weights.format.run import RunInfo, create_or_join
@@ -39,6 +40,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+# Longer than the store may be away while a version is written, by default, and another process late.
+PUBLISH_SECONDS = 2 * 3600.0
 
 RL = "rl"  # the phase whose steps the policy counts
 
@@ -127,13 +131,37 @@ class PublishPolicy:
         self.last = Published(self._publication.version, progress.step)
         self.steps[self.last.version] = self.last.step
 
-    def finish(self, state: TrainState, progress: Progress) -> int:
+    def settle(self, check_stop: Callable[[], None]) -> None:
+        """With several processes, returns when nothing is in flight: `follow` would wait for it."""
+        if processes.process_count() > 1:
+            self._wait(check_stop)
+
+    def finish(self, state: TrainState, progress: Progress, check_stop: Callable[[], None]) -> int:
         """Publishes the last weights if they are not yet; returns their version once it is durable."""
         if progress.step > self.last.step:
             self._publish(state.model, progress, None)
+        self._wait(check_stop)
         if self._publication is not None:
             self._publication.result()
         return self.version
+
+    def _wait(self, check_stop: Callable[[], None]) -> None:
+        """Until the publication made last is whole or has failed. `check_stop` is called between looks."""
+
+        def look() -> bool | None:
+            if self._publication is None or self._publication.done():
+                return True
+            check_stop()
+            return None
+
+        wait_for(
+            look,
+            lambda: f"version {self.version} to be whole in the store; see the logs of all trainer processes",
+            timeout=PUBLISH_SECONDS,
+            poll=0.01,
+            slowest=0.25,
+            error=StoreError,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Version of the current weights, counts so far, and sizes of the version committed last, if any."""
@@ -202,7 +230,10 @@ def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
         steps = known_steps(store, head, publisher.run, back=config.trajectories.max_lag) if first else {}
         yield PublishPolicy(publisher, config.weights, head, last, steps=steps)
     finally:
-        publisher.close()
+        try:
+            publisher.close()
+        except Interrupted:
+            log.warning("the version on its way is given up; the next start makes it again")
 
 
 def known_steps(store: Store, head: Latest, run: RunInfo, *, back: int) -> dict[int, int]:

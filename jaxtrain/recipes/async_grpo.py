@@ -31,6 +31,7 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
     store = Store.open(config.store_url)
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(config, run_dir))
+        store = opened.patient(store)
         check_prompts_fit(config, open_environment(config), opened.start.tokenizer)
         policy = stack.enter_context(open_publishing(opened, store))
         evaluations = Evaluations(store, config.evaluation)
@@ -55,6 +56,11 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
         state, progress = run_phase(opened, state, progress, rl)
         opened.save(state, progress, force=True)  # an export then has the last version
 
-        evaluations.request(policy.finish(state, progress), step=progress.of("rl").steps)
-        evaluations.wait(stop=lambda: opened.stop_if_asked(state, progress))
+        opened.wait(lambda: policy.settle(opened.check_stop), state, progress)
+        version = opened.wait(lambda: policy.finish(state, progress, opened.check_stop), state, progress)
+        opened.wait(
+            lambda: evaluations.answers(version, step=progress.of("rl").steps, stop=opened.check_stop),
+            state,
+            progress,
+        )
         announce(store, FINISHED, progress, policy.version)

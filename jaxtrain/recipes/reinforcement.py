@@ -42,8 +42,9 @@ def reinforcement(run: Run, store: Store, policy: PublishPolicy, evaluations: Ev
         clock.set(progress.of(RL).steps)
 
     def after(state: TrainState, progress: Progress, values: Mapping[str, float]) -> Mapping[str, float]:
-        policy.follow(state, progress, update_rms=values["update_rms"])
-        evaluations.renew()
+        if run.agrees(lambda: policy.settle(run.check_stop)):
+            policy.follow(state, progress, update_rms=values["update_rms"])
+            evaluations.renew()
         return policy.metrics()
 
     loss = build("loss", config.rl.loss, where="rl.loss")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
 from jaxtrain.config.errors import ConfigError
-from jaxtrain.data.sources.base import BatchSpec, Interrupted, prefetching
+from jaxtrain.data.sources.base import BatchSpec, Packed, prefetching
 from jaxtrain.models.flops import Flops, training_flops
 from jaxtrain.training.phase import Phase, Stage, scheduled_values, stage_at
 from jaxtrain.training.programs import Programs, train_step
@@ -17,7 +19,7 @@ from jaxtrain.training.progress import Progress
 from jaxtrain.training.run import Run
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.throughput import peak, throughput
-from sharding import processes
+from rollout_bridge.waiting import Interrupted
 
 
 def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> tuple[TrainState, Progress]:
@@ -41,8 +43,7 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
         shape_at=phase.shape_at,
         columns=phase.columns,
         steps=steps,
-        # Several processes stop together, after a step: one that leaves a wait alone would hang the others.
-        interrupted=lambda: halt.is_set() or (run.stop.is_set() and processes.process_count() == 1),
+        interrupted=lambda: halt.is_set() or run.stop.is_set(),
     )
     with prefetching(phase.batches(spec), record.source, halt) as batches:
         while record.steps < steps:
@@ -50,12 +51,7 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
             if staged is None or staged.stage is not stage:
                 staged = _compile(run, phase, stage)
             started = time.perf_counter()
-            phase.before_step(progress)
-            try:
-                packed = next(batches)
-            except Interrupted:
-                run.stop_if_asked(state, progress)
-                raise
+            packed = run.wait(partial(_next, phase, batches, progress), state, progress)
             waited, values = time.perf_counter() - started, values_at(record.tokens)
             state, report = train_step(staged.programs, run.trainable.placement, state, packed.batch, values)
             staged.recompilations += report.compilations if staged.steps else 0
@@ -81,7 +77,7 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
                 ),
                 "recompilations": staged.recompilations,
                 **packed.metrics,
-                **phase.after_step(state, progress, report.values),
+                **_after(phase, state, progress, report.values),
                 "tokens_seen": progress.tokens_seen,
                 "microbatches": int(packed.batch.tokens.shape[0]),
                 "sequence_length": stage.sequence_length,
@@ -90,9 +86,22 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
             }
             run.metrics.write(progress.step, row, phase=phase.name)
             run.save(state, progress)
-            if run.agree_to_stop():
-                run.stop_now(state, progress)
     return state, progress
+
+
+def _next(phase: Phase, batches: Iterator[Packed], progress: Progress) -> Packed:
+    phase.before_step(progress)
+    return next(batches)
+
+
+def _after(
+    phase: Phase, state: TrainState, progress: Progress, values: Mapping[str, float]
+) -> Mapping[str, float]:
+    """What follows a step. Where a stop ends a wait of it, the run stops before the next step."""
+    try:
+        return phase.after_step(state, progress, values)
+    except Interrupted:
+        return {}
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from jaxtrain.config.division import undivided
 from jaxtrain.config.errors import ConfigError
@@ -25,10 +24,18 @@ from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.progress import Progress
 from jaxtrain.training.start import Start, Texts, open_start
 from jaxtrain.training.state import TrainState, state_of
+from jaxtrain.training.stopping import stop_event
 from rollout_bridge.errors import ExpectedError
+from rollout_bridge.store import Patience, Store
+from rollout_bridge.waiting import Interrupted
 from sharding import processes
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# For all processes to come to the end of their waits, which have shorter timeouts. When one has died, jax
+# ends the others in minutes.
+AGREE_SECONDS = 6 * 3600.0
 
 
 class Stopped(Exception):
@@ -41,7 +48,7 @@ class TooManyNonFinite(ExpectedError):
 
 @dataclass(frozen=True)
 class Run:
-    """stop: set by SIGTERM and SIGINT."""
+    """stop: set by SIGTERM and SIGINT, of this process or another."""
 
     config: ExperimentConfig
     directory: Path
@@ -76,14 +83,34 @@ class Run:
         """Saves a checkpoint if one is due by the interval. force: in any case."""
         self.checkpoints.save(progress.step, state, progress.to_json(), force=force)
 
-    def agree_to_stop(self) -> bool:
-        """Whether a signal has reached any process. All call it, at the same step."""
-        return processes.any_of(self.stop.is_set(), name="stop")
+    def patient(self, store: Store) -> Store:
+        """`store` with the config's patience; a signal ends its waits."""
+        seconds = self.config.failure.store_patience_s
+        return store.patient(Patience(seconds=seconds, interrupted=self.stop.is_set))
 
-    def stop_if_asked(self, state: TrainState, progress: Progress) -> None:
-        """Raises `Stopped` after a last checkpoint if a signal has reached this process."""
-        if self.stop.is_set():
+    def wait(self, work: Callable[[], T], state: TrainState, progress: Progress) -> T:
+        """`work()`, which may wait. Raises `Stopped` after a last checkpoint if any process is to stop.
+
+        All processes call it, at the same step, so one that waits here leaves no other in a collective.
+        `work` may raise `Interrupted` once `stop` is set.
+        """
+        found: list[T] = []
+        if not self.agrees(lambda: found.append(work())):
             self.stop_now(state, progress)
+        return found[0]
+
+    def agrees(self, work: Callable[[], object]) -> bool:
+        """Whether all processes go on after `work()`; see `wait`."""
+        interrupted = True
+        with suppress(Interrupted):
+            work()
+            interrupted = False
+        return not processes.any_of(self.stop.is_set() or interrupted, name="stop", timeout=AGREE_SECONDS)
+
+    def check_stop(self) -> None:
+        """Raises `Interrupted` once `stop` is set."""
+        if self.stop.is_set():
+            raise Interrupted
 
     def stop_now(self, state: TrainState, progress: Progress) -> NoReturn:
         """Raises `Stopped` after a last checkpoint. All processes call it, at the same step."""
@@ -131,14 +158,16 @@ def open_run(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None = N
         start = open_start(config, run_dir, resumed=restored is not None, texts=texts or _prompts(config))
         model = ModelConfig.from_hf(start.hf_config, **config.model.numerics)
         trainable = trainable_of(config.optimizer, model, mesh)
-        stop = threading.Event()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: stop.set())
         first = processes.process_index() == 0
         if first:
             write_config(run_dir, start.hf_config)  # what `jaxtrain export` reads beside the checkpoints
-        with MetricsWriter(run_dir if first else None, restored_step=restored) as metrics:
-            yield Run(config, run_dir, start, trainable, checkpoints, metrics, stop)
+        with (
+            stop_event() as stop,
+            MetricsWriter(run_dir if first else None, restored_step=restored) as metrics,
+        ):
+            try:
+                yield Run(config, run_dir, start, trainable, checkpoints, metrics, stop)
+            except Interrupted as interrupted:
+                raise Stopped("stopped between two steps; the same command resumes there") from interrupted
     finally:
         checkpoints.close()

@@ -5,7 +5,9 @@ import threading
 
 import pytest
 
-from rollout_bridge.store import Store, StoreError
+import rollout_bridge.store as store_module
+from rollout_bridge.store import Patience, Store, StoreAway, StoreError
+from rollout_bridge.waiting import Interrupted
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -185,3 +187,69 @@ def test_two_that_open_a_new_store_at_once_both_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rollout_bridge.store.os.path.isdir", seen_before)
     assert Store.open(str(path)).create_json("a.json", {})
+
+
+class Away(Store):
+    """Any store but for calls of one kind, which fail so often; `arrives`: a write is there all the same."""
+
+    left, verb, arrives = 0, "read", False
+
+    def _try(self, verb, key, start):
+        if verb == self.verb and self.left:
+            self.left -= 1
+            if self.arrives:
+                super()._try(verb, key, start)
+            raise StoreAway(f"store {self.url}: {verb} of {key!r} failed: injected")
+        return super()._try(verb, key, start)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "SLOWEST_RETRY_SECONDS", 0.02)
+
+
+def patient(tmp_path, *, seconds: float = 300.0, interrupted=lambda: False) -> Away:
+    store = Away.open(f"memory://{tmp_path.name}", probe=False)
+    return store.patient(Patience(seconds=seconds, interrupted=interrupted))
+
+
+def test_a_store_that_is_away_is_waited_for(tmp_path, quick, caplog) -> None:
+    store = patient(tmp_path)
+    store.put("a", b"1")
+    store.left = 3
+    assert store.read("a") == b"1" and store.left == 0
+    assert "Trying again for up to 300 s" in caplog.text and "is back" in caplog.text
+    impatient = patient(tmp_path, seconds=0.05)
+    impatient.left = 10**6
+    with pytest.raises(StoreError, match=r"waited 0.05 s for store memory://.* to be back; .*injected"):
+        impatient.read("a")
+
+
+def test_a_signal_ends_the_wait_for_a_store(tmp_path) -> None:
+    """After the first try; with the store there, calls may still end for a while."""
+    asked = [False]
+    store = patient(tmp_path, interrupted=lambda: asked[0])
+    store.put("a", b"1")
+    asked[0] = True
+    assert store.read("a") == b"1"
+    store.left = 10**6
+    with pytest.raises(Interrupted):
+        store.read("a")
+    assert store.left == 10**6 - 1
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
+def test_a_conditional_write_that_is_tried_again_is_neither_lost_nor_refused(
+    tmp_path, quick, arrives
+) -> None:
+    """If only its answer was lost the second try is refused, and the content says that the first arrived."""
+    store = patient(tmp_path)
+    store.verb, store.arrives = "write", arrives
+    store.left = 1
+    assert store.create("a", b"mine") and store.read("a") == b"mine"
+    _, generation = store.read_with_generation("a")
+    Store.open(store.url, probe=False).put("a", b"theirs")
+    store.left = 1
+    store.arrives = False
+    assert not store.swap("a", b"mine again", generation) and store.read("a") == b"theirs"

@@ -55,10 +55,6 @@ Batches = grain.IterDataset[Packed]
 OpenBatches = Callable[[BatchSpec], Batches]
 
 
-class Interrupted(Exception):
-    """A wait for data ended because the run is stopping."""
-
-
 class Documents(Protocol):
     """Documents by index, the same in every process. None where an index has no document to train on."""
 

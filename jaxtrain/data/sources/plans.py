@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import numpy as np
 
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.data.packing import Document, pack
-from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed
+from jaxtrain.data.sources.base import BatchShape, BatchSpec, Packed
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.gate import Gate, lags_of
 from rollout_bridge.trajectories.groups import Boundary
@@ -32,11 +31,13 @@ from rollout_bridge.trajectories.plan import (
 from rollout_bridge.trajectories.planner import Planner
 from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.trajectories.selection import Advantage, Filter, SelectionSettings
+from rollout_bridge.waiting import Interrupted, sleep_unless, wait_for
 from sharding import processes
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between looks at the log: short beside a step
+STEP_SECONDS = 24 * 3600.0  # of the longest step, its compilation and an evaluation included
 
 
 class TrainerClock:
@@ -53,11 +54,21 @@ class TrainerClock:
 
     def wait_for(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Returns once the trainer is at `step` or later. Raises `Interrupted`."""
+
+        def sleep(seconds: float) -> None:
+            if interrupted():
+                raise Interrupted
+            self._moved.wait(seconds)
+
         with self._moved:
-            while self._step < step:
-                if interrupted():
-                    raise Interrupted
-                self._moved.wait(POLL_SECONDS)
+            wait_for(
+                lambda: True if self._step >= step else None,
+                f"the trainer to come to step {step}: it is at {self._step}. See its log",
+                timeout=STEP_SECONDS,
+                poll=POLL_SECONDS,
+                error=PlanError,
+                sleep=sleep,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +157,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
         # Tokens of the next version are not there yet: with no lag allowed nothing can be planned ahead.
         section = planning.config.trajectories
         self._ahead = min(section.plans_ahead, section.max_lag)
+        self._sleep = sleep_unless(spec.interrupted)
         self._planner = planning.planner(spec.shape_at(0), self._sleep)
         self._segments: dict[str, list[Trajectory]] = {}
 
@@ -186,11 +198,6 @@ class _Iterator(grain.DatasetIterator[Packed]):
             columns=self._spec.columns,
         )
         return Packed(batch, trajectory_metrics(plan, loaded))
-
-    def _sleep(self, seconds: float) -> None:
-        if self._spec.interrupted():
-            raise Interrupted
-        time.sleep(seconds)
 
 
 def document(

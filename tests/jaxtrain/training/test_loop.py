@@ -22,7 +22,8 @@ from jaxtrain.training.loop import run_phase
 from jaxtrain.training.metrics import MetricsWriter, read_metrics
 from jaxtrain.training.phase import Phase, stages
 from jaxtrain.training.progress import PhaseProgress, Progress
-from jaxtrain.training.run import Run
+from jaxtrain.training.run import Run, Stopped
+from rollout_bridge.waiting import Interrupted
 from sharding import processes
 from sharding.mesh import MeshSpec
 from tests.jaxtrain.training.markov import DEFINITION
@@ -160,34 +161,47 @@ def test_only_what_is_trained_moves(trained):
         np.testing.assert_array_equal(after.frozen[path], value, err_msg=path)
 
 
-@pytest.mark.parametrize(("count", "interrupted"), [(1, True), (2, False)])
-def test_a_signal_ends_a_wait_only_where_no_other_process_goes_on(tmp_path, monkeypatch, count, interrupted):
-    """One of several stops with the others after a step; the end of the phase ends the wait of each."""
+@pytest.mark.parametrize("asked", ["this process", "another"])
+def test_a_signal_ends_a_wait_and_all_processes_stop_with_a_checkpoint(tmp_path, monkeypatch, asked):
+    """The answers of the processes are those of `any_of`: here of this one, or of one that is not here."""
+    run, questions = run_in(tmp_path), []
 
-    class Ended(Exception):
-        pass
+    def any_of(flag, *, name, timeout):
+        questions.append(flag)
+        return flag or (asked == "another" and len(questions) == 2)
 
-    run, found = run_in(tmp_path), []
+    monkeypatch.setattr(processes, "any_of", any_of)
 
     def open_batches(spec):
-        found.append(spec)
-        with monkeypatch.context() as patched:
-            patched.setattr(processes, "process_count", lambda: count)
-            found.append(spec.interrupted())
-            run.stop.set()
-            found.append(spec.interrupted())
         return packed(Alike(), seed=0, spec=spec)
 
-    def end(progress):
-        raise Ended
+    def before(progress):
+        if progress.of("alike").steps == 1 and asked == "this process":
+            run.stop.set()
+            raise Interrupted  # as a store does that is away
 
-    phase = replace(phase_of(run, []), batches=open_batches, before_step=end)
-    state: Any = None  # no step is made
-    with pytest.raises(Ended):
-        run_phase(run, state, Progress(), phase)
-    spec, before, after = found
-    assert (before, after) == (False, interrupted)
-    run.stop.clear()
-    assert spec.interrupted()
+    state = run.trainable.initial_state(seed=0)
+    phase = replace(phase_of(run, []), batches=open_batches, before_step=before, after_step=lambda *_: {})
+    with pytest.raises(Stopped, match="stopped after step 4"):
+        run_phase(run, state, AT_START, phase)
+    assert questions == [False, asked == "this process"], "once before each step"
+    assert run.checkpoints.latest() == AT_START.step + 1
     run.checkpoints.close()
     run.metrics.close()
+
+
+def test_what_follows_a_step_may_be_ended_by_a_stop_and_the_step_counts(tmp_path):
+    run = run_in(tmp_path)
+
+    def after(*_):
+        run.stop.set()
+        raise Interrupted
+
+    state = run.trainable.initial_state(seed=0)
+    phase = replace(phase_of(run, []), before_step=lambda progress: None, after_step=after)
+    with pytest.raises(Stopped):
+        run_phase(run, state, AT_START, phase)
+    assert run.checkpoints.latest() == AT_START.step + 1
+    run.checkpoints.close()
+    run.metrics.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [AT_START.step + 1]

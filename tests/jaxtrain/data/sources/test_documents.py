@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.packing import Document
-from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, Packed, prefetching
+from jaxtrain.data.sources.base import BatchShape, BatchSpec, Packed, prefetching
 from jaxtrain.data.sources.documents import packed
 from rollout_bridge.trajectories.packing import PackingError
+from rollout_bridge.waiting import Interrupted
 
 PATIENCE = 300.0  # seconds for what takes a moment, on a machine that stalls
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.data.sources.base import BatchShape, BatchSpec, Interrupted, prefetching
+from jaxtrain.data.sources.base import BatchShape, BatchSpec, prefetching
 from jaxtrain.data.sources.plans import PlannedBatches, Planning, TrainerClock, discard_plans
 from jaxtrain.losses.base import replay_column
 from jaxtrain.losses.policies.base import POLICY_COLUMNS
@@ -22,7 +22,7 @@ from jaxtrain.rl.filters.no_signal import NoSignal
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.plan import PlanError, plan_key, plan_steps, read_plan
-from rollout_bridge.waiting import wait_for
+from rollout_bridge.waiting import Interrupted, wait_for
 from tests.rollout_bridge.trajectories.conftest import TOKENS, made_group
 
 ROOT = Path(__file__).parents[4]
