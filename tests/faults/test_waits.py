@@ -125,7 +125,7 @@ def test_a_signal_in_a_wait_stops_both_with_a_checkpoint(wait, index, tmp_path, 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_signal_while_a_version_waits_for_its_parts(index, tmp_path, record_property) -> None:
-    """Process 1 cannot write its part of version 1: process 0 waits for it, and nothing is published."""
+    """Neither process can write its part of version 1, and each waits for the other's."""
     with held_port() as port:
         trainer = Trainer(tmp_path, port, away="weights/versions")
     try:
