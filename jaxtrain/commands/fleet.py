@@ -126,7 +126,14 @@ def build_engine(config: AsyncGrpoConfig, run: RunInfo) -> RolloutEngine:
         ports = range(section.server_port, section.server_port + section.servers)
         moe_layers = moe_layers_of(run.hf_config) if section.capture_routed_experts else None
         engines = [
-            VllmEngine(f"http://127.0.0.1:{port}", kv_policy=kv_policy, moe_layers=moe_layers)
+            VllmEngine(
+                f"http://127.0.0.1:{port}",
+                kv_policy=kv_policy,
+                moe_layers=moe_layers,
+                request_timeout=section.generate_timeout_s,
+                update_timeout=section.update_timeout_s,
+                version_timeout=section.engine_timeout_s,
+            )
             for port in ports
         ]
         return engines[0] if len(engines) == 1 else VllmPool(engines)
@@ -220,6 +227,8 @@ def serve_settings(config: AsyncGrpoConfig, *, agent_id: str) -> ServeSettings:
         agent_id=agent_id,
         server=VllmServerSettings(
             port=section.server_port,
+            request_timeout=section.generate_timeout_s,
+            update_timeout=section.update_timeout_s,
             tensor_parallel=config.weights.tensor_parallel,
             data_parallel=config.weights.data_parallel,
             expert_parallel=config.weights.expert_parallel,

@@ -58,6 +58,9 @@ class RolloutSection(Section):
     abort_retries: NonNegativeInt = setting(
         3, "of a turn that the engine aborted, as update_mode abort does", resumable=True
     )
+    update_timeout_s: PositiveFloat = setting(
+        600.0, "one update of a vLLM server; past it the server is started again", resumable=True
+    )
     engine_timeout_s: PositiveFloat = setting(
         900.0, "an engine may fail or start this long before its worker ends", resumable=True
     )

@@ -53,6 +53,10 @@ STALE_PREFIX_ATTEMPTS = 5
 METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
+# Of clients without a config, as in tests: more than the longest answer, and than the largest update, takes.
+REQUEST_SECONDS, UPDATE_SECONDS = 3600.0, 600.0
+
+
 class VllmEngine:
     """Client of one server. The sync agent's also updates it; those of rollout workers only generate.
 
@@ -73,9 +77,9 @@ class VllmEngine:
         kv_policy: KvPolicy = KvPolicy.KEEP,
         update_mode: UpdateMode = UpdateMode.IN_FLIGHT,
         moe_layers: Sequence[int] | None = None,
-        request_timeout: float = 3600.0,
-        update_timeout: float = 600.0,
-        version_timeout: float = 600.0,
+        request_timeout: float = REQUEST_SECONDS,
+        update_timeout: float = UPDATE_SECONDS,
+        version_timeout: float = UPDATE_SECONDS,
     ) -> None:
         self.url = url.rstrip("/")
         self.kv_policy = kv_policy

@@ -77,7 +77,13 @@ class ServedVllm:
         self._kv_policy = kv_policy
         self._materialized = materialized or directory / "engine"
         self._loaded = {} if loaded is None else loaded
-        self._engine = VllmEngine(self.server.url, kv_policy=kv_policy, update_mode=update_mode)
+        self._engine = VllmEngine(
+            self.server.url,
+            kv_policy=kv_policy,
+            update_mode=update_mode,
+            request_timeout=settings.request_timeout,
+            update_timeout=settings.update_timeout,
+        )
         self._serving = False
         self._missed = 0
         self._failed_starts = 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout_bridge.engines.protocol import EngineError
-from rollout_bridge.engines.vllm import VllmEngine
+from rollout_bridge.engines.vllm import REQUEST_SECONDS, UPDATE_SECONDS, VllmEngine
 from rollout_bridge.vllm_plugin import BACKEND, WORKER_EXTENSION
 from rollout_bridge.waiting import looks, wait_for_async
 
@@ -38,6 +38,7 @@ NAMED_ERROR = re.compile(r"\b\w*(Error|Exception): ")
 @dataclass(frozen=True, kw_only=True)
 class VllmServerSettings:
     """host: a loopback address. startup_timeout: seconds until the server answers `/health`.
+    request_timeout: of one completion, which an update that drains waits for; update_timeout: of an update.
 
     max_model_len: prompt and completion together. max_num_seqs: requests decoded at a time.
     dtype: of activations and unquantised weights.
@@ -55,6 +56,8 @@ class VllmServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     startup_timeout: float = 600.0
+    request_timeout: float = REQUEST_SECONDS
+    update_timeout: float = UPDATE_SECONDS
     max_model_len: int = 4096
     max_num_seqs: int = 64
     dtype: str = "bfloat16"

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout_bridge.engines.protocol import Completion, EngineError, FinishReason, Request, RolloutEngine
 from rollout_bridge.rollouts.settings import WorkerError
+from rollout_bridge.waiting import wait_for_async
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +54,27 @@ async def wait_ready(
 
     Raises `WorkerError` after `timeout` seconds, unless `patient` then returns True.
     """
-    deadline = time.monotonic() + timeout
-    while True:
+    reason = ""
+
+    async def look() -> bool | None:
+        nonlocal reason
         health = await engine.health()
-        if health.ready:
+        reason = health.reason or "it gives no reason"
+        return True if health.ready else None
+
+    def what() -> str:
+        return (
+            f"engine {engine.name} to be ready: {reason}. Look at the engine's log and at the sync agent "
+            "beside it"
+        )
+
+    while True:
+        try:
+            await wait_for_async(look, what, timeout=timeout, poll=poll, error=WorkerError)
             return
-        if time.monotonic() >= deadline and patient is not None and await patient():
-            deadline = time.monotonic() + timeout
-        elif time.monotonic() >= deadline:
-            raise WorkerError(
-                f"waited {timeout:g} s for engine {engine.name} to be ready: "
-                f"{health.reason or 'it gives no reason'}. "
-                "Look at the engine's log and at the sync agent beside it"
-            )
-        await asyncio.sleep(poll)
+        except WorkerError:
+            if patient is None or not await patient():
+                raise
 
 
 async def generate(

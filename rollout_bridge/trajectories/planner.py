@@ -19,6 +19,8 @@ from rollout_bridge.waiting import wait_for
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.1  # between looks at the log: one listing, short beside a step
+
 
 class PlanTimeoutError(PlanError):
     """Too little arrived in time to plan a step; the message says how much, and where to look."""
@@ -29,7 +31,7 @@ class Planner:
 
     outstanding_groups: groups that workers may have claimed, or that wait in the log, at any one time (the
         back-pressure). More where all of them have arrived and do not fill a step.
-    poll_seconds: between looks at the log. sleep: as in `time`.
+    sleep: as in `time`, called between looks at the log.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class Planner:
         settings: SelectionSettings,
         *,
         outstanding_groups: int,
-        poll_seconds: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if outstanding_groups < 1:
@@ -46,7 +47,6 @@ class Planner:
         self._store = store
         self._settings = settings
         self._outstanding = outstanding_groups
-        self._poll_seconds = poll_seconds
         self._sleep = sleep
         self._state = SelectionState()
         self._plans: dict[int, int] = {}  # step -> version
@@ -112,7 +112,7 @@ class Planner:
             look,
             lambda: self._shortage(selected(), step),
             timeout=timeout,
-            poll=self._poll_seconds,
+            poll=POLL_SECONDS,
             error=PlanTimeoutError,
             sleep=self._sleep,
         )

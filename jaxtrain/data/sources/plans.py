@@ -28,7 +28,7 @@ from rollout_bridge.trajectories.plan import (
     load_rows,
     wait_for_plan,
 )
-from rollout_bridge.trajectories.planner import Planner
+from rollout_bridge.trajectories.planner import POLL_SECONDS, Planner
 from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.trajectories.selection import Advantage, Filter, SelectionSettings
 from rollout_bridge.waiting import Interrupted, sleep_unless, wait_for
@@ -36,7 +36,6 @@ from sharding import processes
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1  # between looks at the log: short beside a step
 STEP_SECONDS = 24 * 3600.0  # of the longest step, its compilation and an evaluation included
 
 
@@ -111,7 +110,6 @@ class Planning:
                 filters=self.filters,
             ),
             outstanding_groups=self.config.rollouts.outstanding_groups,
-            poll_seconds=POLL_SECONDS,
             sleep=sleep,
         )
         planner.open_credits()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxtrain.commands.fleet import (
     FleetError,
     beside,
+    build_engine,
     serve_settings,
     stop_ids,
     wait_for_run,
@@ -19,6 +22,7 @@ from jaxtrain.commands.fleet import (
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from rollout_bridge.engines.protocol import KvPolicy, UpdateMode
+from rollout_bridge.engines.vllm_served import ServedVllm
 from rollout_bridge.serve import ServeError, server_settings
 from rollout_bridge.store import Store
 
@@ -127,6 +131,24 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
     capturing = serve_settings(config("rollouts.capture_routed_experts=true"), agent_id="a")
     assert capturing.server.return_routed_experts
     assert server.max_model_len == config().batch.sequence_length
+
+
+def test_the_timeouts_of_a_servers_clients_are_those_of_the_config(tmp_path: Path) -> None:
+    """Of the workers' client, and of the agent's."""
+    given = config(
+        f"runs_dir={tmp_path}",
+        "rollouts.engine=vllm",
+        "rollouts.generate_timeout_s=11",
+        "rollouts.update_timeout_s=22",
+        "rollouts.engine_timeout_s=33",
+    )
+    run: Any = SimpleNamespace(hf_config={})
+    found: Any = build_engine(given, run)
+    assert (found._request_timeout, found._update_timeout, found._version_timeout) == (11, 22, 33)
+    settings = serve_settings(given, agent_id="a")
+    served = ServedVllm(settings.server, tmp_path, kv_policy=settings.kv_policy, engine_format="bf16")
+    client: Any = served._engine
+    assert (client._request_timeout, client._update_timeout) == (11, 22)
 
 
 def test_vllm_on_a_cpu_cannot_send_experts() -> None:
