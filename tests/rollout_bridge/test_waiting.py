@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_bridge.waiting import looks, wait_for, wait_for_async
+from rollout_bridge.waiting import Interrupted, Unchanged, looks, sleep_unless, wait_for, wait_for_async
 
 
 class Clock:
@@ -93,3 +93,28 @@ def test_a_coroutine_waits_in_the_same_way() -> None:
         return value
 
     assert asyncio.run(run()) == "here"
+
+
+def test_a_record_is_as_old_as_its_last_change_was_seen_to_be() -> None:
+    """By hand: seen at 0, still there at 5 and 9, changed by 12, and back to what it was by 14."""
+    clock = Clock()
+    unchanged = Unchanged(clock)
+    found = []
+    for pause, record in ((0, "a"), (5, "a"), (4, "a"), (3, "b"), (1, "b"), (1, "a"), (2, "a")):
+        clock.now += pause
+        found.append(unchanged.seconds("key", record))
+    assert found == [0, 5, 9, 0, 1, 0, 2]
+    assert unchanged.seconds("other", "a") == 0
+
+
+def test_a_sleep_ends_when_it_is_interrupted() -> None:
+    looked = []
+
+    def interrupted() -> bool:
+        looked.append(True)
+        return len(looked) == 3
+
+    with pytest.raises(Interrupted):
+        sleep_unless(interrupted)(300.0)
+    assert len(looked) == 3
+    sleep_unless(lambda: False)(0.0)

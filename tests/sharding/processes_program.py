@@ -36,6 +36,15 @@ def main(coordinator: str, process_id: int) -> None:
         processes.any_of(flag, name="stop", timeout=300) for flag in (False, process_id == 1, False)
     ]
 
+    # A flag of one process is seen by the other whenever it looks; neither waits.
+    seen["flags"] = [processes.flag_raised("asked")]
+    processes.barrier("all have looked", 300)
+    if process_id == 1:
+        processes.raise_flag("asked")
+        processes.raise_flag("asked")  # again is the same
+    processes.barrier("it is raised", 300)
+    seen["flags"] += [processes.flag_raised("asked"), processes.flag_raised("other")]
+
     # 2 processes x 4 devices: one all-reduce across both.
     mesh = MeshSpec({"data": -1}, dcn={"replica": 2}).build()
     seen["processes of the rows"] = [

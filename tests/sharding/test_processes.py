@@ -104,6 +104,12 @@ def test_one_yes_is_the_answer_of_all(two):
     assert [processes.any_of(flag, name="stop") for flag in (False, True)] == [False, True]
 
 
+def test_a_flag_of_one_is_seen_by_all(two):
+    assert [seen["flags"] for seen in two] == [[False, True, False]] * 2
+    processes.raise_flag("alone")  # there is no other process to see it
+    assert not processes.flag_raised("alone")
+
+
 def test_a_dcn_axis_separates_the_processes(two):
     assert [seen["processes of the rows"] for seen in two] == [[True, True]] * 2
 
