@@ -25,7 +25,6 @@ from rollout_bridge.waiting import Interrupted, looks, sleep_unless, wait_for
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 3.0  # after a signal, for a version on its way; a stop takes 10 s at most
 RETRY_SECONDS, SLOWEST_RETRY_SECONDS = (
     1.0,
     15.0,
@@ -49,10 +48,11 @@ class Patience:
     """How a process waits for a store that is away.
 
     seconds: for one call, tried again and again. interrupted: whether the process is stopping; then no call
-        is tried again, and `GRACE_SECONDS` later none begins.
+        is tried again, and `grace` seconds later none begins.
     """
 
     seconds: float
+    grace: float
     interrupted: Callable[[], bool]
 
 
@@ -260,7 +260,7 @@ class Store:
         if not patience.interrupted():
             return False
         self._stopping_since = self._stopping_since or time.monotonic()
-        return time.monotonic() - self._stopping_since > GRACE_SECONDS
+        return time.monotonic() - self._stopping_since > patience.grace
 
     def _result(self, future: Any) -> Any:
         """Of one call, within `timeout`; raises `Interrupted` soon after the process is stopping."""

@@ -42,7 +42,7 @@ def reinforcement(run: Run, store: Store, policy: PublishPolicy, evaluations: Ev
         clock.set(progress.of(RL).steps)
 
     def after(state: TrainState, progress: Progress, values: Mapping[str, float]) -> Mapping[str, float]:
-        if run.agrees(lambda: policy.settle(run.check_stop)):
+        if run.all_done(lambda: policy.settle(run.check_stop)):
             policy.follow(state, progress, update_rms=values["update_rms"])
             evaluations.renew()
         return policy.metrics()

@@ -36,6 +36,9 @@ T = TypeVar("T")
 # For all processes to come to the end of their waits, which have shorter timeouts. When one has died, jax
 # ends the others in minutes.
 AGREE_SECONDS = 6 * 3600.0
+# After a signal, for a version on its way: less than processes.stop_timeout_s, then SIGKILL comes. Of several
+# processes one may wait for another that has ended; they stop in 10 s.
+GRACE_SECONDS, GRACE_OF_SEVERAL = 20.0, 3.0
 
 
 class Stopped(Exception):
@@ -85,8 +88,9 @@ class Run:
 
     def patient(self, store: Store) -> Store:
         """`store` with the config's patience; a signal ends its waits."""
+        grace = GRACE_SECONDS if processes.process_count() == 1 else GRACE_OF_SEVERAL
         seconds = self.config.failure.store_patience_s
-        return store.patient(Patience(seconds=seconds, interrupted=self.stop.is_set))
+        return store.patient(Patience(seconds=seconds, grace=grace, interrupted=self.stop.is_set))
 
     def wait(self, work: Callable[[], T], state: TrainState, progress: Progress) -> T:
         """`work()`, which may wait. Raises `Stopped` after a last checkpoint if any process is to stop.
@@ -95,17 +99,22 @@ class Run:
         `work` may raise `Interrupted` once `stop` is set.
         """
         found: list[T] = []
-        if not self.agrees(lambda: found.append(work())):
+        with suppress(Interrupted):
+            found.append(work())
+        if self._any(self.stop.is_set() or not found):
             self.stop_now(state, progress)
         return found[0]
 
-    def agrees(self, work: Callable[[], object]) -> bool:
-        """Whether all processes go on after `work()`; see `wait`."""
+    def all_done(self, work: Callable[[], object]) -> bool:
+        """Whether `work()` has come to its end in all processes, which call it at the same step."""
         interrupted = True
         with suppress(Interrupted):
             work()
             interrupted = False
-        return not processes.any_of(self.stop.is_set() or interrupted, name="stop", timeout=AGREE_SECONDS)
+        return not self._any(interrupted)
+
+    def _any(self, stops: bool) -> bool:
+        return processes.any_of(stops, name="stop", timeout=AGREE_SECONDS)
 
     def check_stop(self) -> None:
         """Raises `Interrupted` once `stop` is set."""

@@ -209,9 +209,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(store_module, "SLOWEST_RETRY_SECONDS", 0.02)
 
 
-def patient(tmp_path, *, seconds: float = 300.0, interrupted=lambda: False) -> Away:
+def patient(tmp_path, *, seconds: float = 300.0, grace: float = 300.0, interrupted=lambda: False) -> Away:
     store = Away.open(f"memory://{tmp_path.name}", probe=False)
-    return store.patient(Patience(seconds=seconds, interrupted=interrupted))
+    return store.patient(Patience(seconds=seconds, grace=grace, interrupted=interrupted))
 
 
 def test_a_store_that_is_away_is_waited_for(tmp_path, quick, caplog) -> None:
@@ -237,6 +237,11 @@ def test_a_signal_ends_the_wait_for_a_store(tmp_path) -> None:
     with pytest.raises(Interrupted):
         store.read("a")
     assert store.left == 10**6 - 1
+    hurried = patient(tmp_path, grace=-1.0, interrupted=lambda: asked[0])
+    with pytest.raises(Interrupted):
+        hurried.read("a")
+    asked[0] = False
+    assert hurried.read("a") == b"1"
 
 
 @pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
