@@ -116,7 +116,7 @@ class RolloutSection(Section):
 class TrajectorySection(Section):
     """Which trajectories a step trains on."""
 
-    max_lag: NonNegativeInt = setting(8, "optimizer steps a token may be behind; staler tokens are masked")
+    max_lag: NonNegativeInt = setting(8, "optimizer steps a token may lag; staler ones are masked")
     min_fresh_fraction: Fraction = setting(
         0.5, "a trajectory with less of its trainable tokens fresh is dropped (published value unknown)"
     )

@@ -148,7 +148,7 @@ def test_inspect_shows_values_and_reasons(monkeypatch: pytest.MonkeyPatch) -> No
         "*",
         "trajectories.max_lag",
         "3",
-        "versions a token may be behind; staler tokens are masked",
+        "optimizer steps a token may lag; staler ones are masked",
     ]
 
 
