@@ -57,8 +57,16 @@ class Process:
 class Client:
     """Instead of `VllmEngine`: fails as long as `failure` says."""
 
-    def __init__(self, url: str, *, kv_policy: KvPolicy, update_mode: UpdateMode) -> None:
-        del url, update_mode
+    def __init__(
+        self,
+        url: str,
+        *,
+        kv_policy: KvPolicy,
+        update_mode: UpdateMode,
+        request_timeout: float,
+        update_timeout: float,
+    ) -> None:
+        del url, update_mode, request_timeout, update_timeout
         self.kv_policy = kv_policy
         self.failure = ""
         self.process: Process
