@@ -219,6 +219,9 @@ class SupervisedSection(PhaseSection):
     source: Annotated[Reference, named("worked_answers")] = setting(
         Reference(name="worked_answers"), "where documents come from", reference="source"
     )
+    too_long: Literal["refuse", "skip", "split"] = setting(
+        "refuse", "documents longer than a row; split: cut where the seed says, every token is predicted once"
+    )
     stages: list[StageSection] = setting(
         [], "sequence length and RoPE base by tokens seen; empty: the batch section's, and the model's base"
     )

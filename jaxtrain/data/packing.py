@@ -21,12 +21,13 @@ class Document:
 
     tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t; that of
     the first is never used. columns: more that a loss reads, by name: [T, ...], indexed as `tokens`, or one
-    number for the whole document.
+    number for the whole document. origin: where it comes from, such as file:line, for errors.
     """
 
     tokens: np.ndarray
     loss_weights: np.ndarray
     columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
+    origin: str = ""
 
 
 def pack(
@@ -40,6 +41,18 @@ def pack(
     Raises `PackingError` for a document longer than a row, or a column of another shape than declared.
     """
     bins = best_fit([positions(len(d.tokens)) for d in documents], sequence_length)
+    return pack_rows(documents, bins, rows=rows, sequence_length=sequence_length, columns=columns)
+
+
+def pack_rows(
+    documents: Sequence[Document],
+    bins: Sequence[Sequence[int]],
+    *,
+    rows: int,
+    sequence_length: int,
+    columns: Sequence[Column] = (),
+) -> Batch:
+    """As `pack`, with the documents of each row given by index."""
     microbatches = max(-(-len(bins) // rows), 1)
     shape = (microbatches * rows, sequence_length)
     arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in STANDARD.items()}

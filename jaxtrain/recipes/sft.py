@@ -38,7 +38,9 @@ def supervised(
         name=name,
         section=section,
         loss=loss,
-        batches=lambda spec: packed(source.open(run.tools), seed=run.config.seed, spec=spec),
+        batches=lambda spec: packed(
+            source.open(run.tools), seed=run.config.seed, spec=spec, too_long=section.too_long
+        ),
         columns=loss.columns,
         filled=source.columns,
         stages=stages(section.stages, run.config.batch, run.trainable.definition),

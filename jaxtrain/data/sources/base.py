@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,11 +56,11 @@ OpenBatches = Callable[[BatchSpec], Batches]
 
 
 class Documents(Protocol):
-    """Documents by index, the same in every process. None where an index has no document to train on."""
+    """Documents by index, the same in every process: one, several, or None where there is none."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Document | None: ...
+    def __getitem__(self, index: int) -> Document | Sequence[Document] | None: ...
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,19 @@ from rollout_bridge.store import Store
 from rollout_bridge.trajectories.accounting import count
 from rollout_bridge.trajectories.plan import plan_steps
 from rollout_bridge.weights.format.chain import read_latest
-from tests.jaxtrain.recipes.ring import RL_STEPS, Ring
+from tests.jaxtrain.recipes.ring import RL_STEPS, WARM_STEPS, Ring
 from tests.running import runs
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]  # two runs each, on whatever machine
 
 
-def assert_sound(ring: Ring) -> None:
+def assert_sound(ring: Ring, rl_steps: int = RL_STEPS) -> None:
+    """The last version has the weights of the last step; a step before it may have no version."""
     store = Store.open(str(ring.run_dir / "store"))
     counts, latest = count(store), read_latest(store)
     assert counts.adds_up and counts.twice == 0 and counts.missing == 0
-    assert plan_steps(store) == list(range(RL_STEPS))
-    assert latest is not None and latest.version == RL_STEPS + 1
+    assert plan_steps(store) == list(range(rl_steps))
+    assert latest is not None and latest.step == WARM_STEPS + rl_steps and latest.version <= rl_steps + 1
     assert "differs from version" not in (ring.run_dir / "logs" / "trainer.log").read_text()
 
 
@@ -68,7 +69,4 @@ def test_more_steps_may_be_asked_of_a_finished_run(tmp_path):
     more = ring.start(f"rl.steps={RL_STEPS + 3}")
     output, _ = more.communicate(timeout=900)
     assert more.returncode == 0, output
-    store = Store.open(str(ring.run_dir / "store"))
-    latest = read_latest(store)
-    assert latest is not None and latest.version == RL_STEPS + 4
-    assert plan_steps(store) == list(range(RL_STEPS + 3)) and count(store).adds_up
+    assert_sound(ring, RL_STEPS + 3)

@@ -133,9 +133,11 @@ def test_batch_and_schedules_are_those_of_the_phases_tokens_before_the_step(trai
 
 
 def test_the_state_of_the_data_is_that_of_the_batch_trained_on(trained):
-    """Though the next one is packed by then; a document is one position."""
-    expected = [{"position": position, "tokens": DOCUMENT * position} for position in (1, 2, 5, 8)]
-    assert [progress.of("alike").source for progress, _ in trained[4]] == expected
+    """Though the next one is packed by then; a document is one position. Those carried are not trained."""
+    states = [progress.of("alike").source for progress, _ in trained[4]]
+    trained_on = [state["position"] - len(state["carried"]) for state in states]
+    assert trained_on == [1, 2, 5, 8]
+    assert [state["tokens"] for state in states] == [DOCUMENT * documents for documents in trained_on]
 
 
 def test_a_phase_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(trained, tmp_path):

@@ -89,24 +89,121 @@ def test_a_state_goes_on_as_if_nothing_had_stopped(uninterrupted, stop, ahead):
     assert before + after == uninterrupted
 
 
+def handed_out(batch) -> list[int]:
+    """First token of each document."""
+    return [
+        int(tokens[segments == segment][0])
+        for tokens, segments in zip(
+            batch.tokens.reshape(-1, batch.tokens.shape[-1]),
+            batch.segment_ids.reshape(-1, batch.tokens.shape[-1]),
+            strict=True,
+        )
+        for segment in range(1, segments.max() + 1)
+    ]
+
+
 def test_every_document_comes_once_an_epoch_and_those_without_one_are_skipped():
+    """What was handed out and what is carried are the documents of the positions read, each once."""
     missing = frozenset({0, 7, 29})
-    batches = iter(packed(Numbers(missing=missing), seed=3, spec=spec()))
-    seen: list[int] = []
-    while batches.get_state()["position"] < 2 * 30:
-        batch = next(batches).batch
-        rows = zip(batch.tokens.reshape(-1, 12), batch.segment_ids.reshape(-1, 12), strict=True)
-        seen += [
-            int(tokens[segments == segment][0])
-            for tokens, segments in rows
-            for segment in range(1, segments.max() + 1)
-        ]
-    wanted = set(range(30)) - missing
-    # Within a batch documents are sorted by packing, so only whole epochs and what follows can be told apart.
-    counts = np.bincount(seen, minlength=30)
-    assert {index for index in range(30) if counts[index]} == wanted
-    assert counts[sorted(wanted)].min() == 2 and counts.max() <= 3
-    assert batches.get_state()["position"] - 60 >= counts.sum() - 2 * len(wanted)
+    dataset = packed(Numbers(missing=missing), seed=3, spec=spec())
+    batches, seen = iter(dataset), []
+    while (state := batches.get_state())["position"] < 2 * 30:
+        seen += handed_out(next(batches).batch)
+        state = batches.get_state()
+        read = [int(dataset.order[at]) for at in range(state["position"])]
+        carried = [int(dataset.order[at]) for at, _, _ in state["carried"]]
+        assert sorted(seen + carried) == sorted(index for index in read if index not in missing)
+    assert sorted(read[:30]) == sorted(read[30:60]) == list(range(30))
+
+
+@dataclass
+class Lengths:
+    """Document i has `lengths[i]` tokens: i, then i + 1, and so on."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Document:
+        tokens = index + np.arange(self.lengths[index], dtype=np.int32)
+        return Document(
+            tokens=tokens,
+            loss_weights=np.ones(len(tokens), np.float32),
+            columns={"twice": 2.0 * tokens, "whole": float(index)},
+        )
+
+
+def test_rows_are_nearly_full_and_none_waits_for_ever():
+    """Log-normal lengths, 8 documents a row on average: full to 99%, and what was carried comes next."""
+    lengths = np.random.default_rng(0).lognormal(4.5, 0.8, 20_000).astype(int).clip(2, 1025)
+    shape = BatchShape(4, 8, 1024)
+    batches, filled = iter(packed(Lengths(lengths), seed=0, spec=spec(lambda tokens: shape))), []
+    before: list = []
+    for _ in range(60):
+        filled.append(next(batches).metrics["packing_fraction"])
+        carried = batches.get_state()["carried"]
+        assert not [key for key in carried if key in before]
+        before = carried
+    assert np.mean(filled) > 0.99 and min(filled) > 0.98
+
+
+def test_long_documents_are_refused_skipped_or_cut():
+    lengths = np.array([30, 5, 13, 40, 14])
+    shape = BatchShape(1, 2, 12)
+
+    def batches(too_long, seed=0):
+        return iter(packed(Lengths(lengths), seed=seed, spec=spec(lambda tokens: shape), too_long=too_long))
+
+    with pytest.raises(PackingError, match="batch.sequence_length 12 holds: .* too_long"):
+        for _ in range(3):
+            next(batches("refuse"))
+    skipped = batches("skip")
+    assert {*handed_out(next(skipped).batch), *handed_out(next(skipped).batch)} == {1, 2}
+
+    cut, predicted = batches("split"), {}
+    while cut.get_state()["position"] < 25:
+        batch = next(cut).batch
+        for token in batch.targets[batch.segment_ids > 0]:
+            predicted[int(token)] = predicted.get(int(token), 0) + 1
+    once = [0] * 60
+    for index, length in enumerate(lengths):
+        for token in range(index + 1, index + length):
+            once[token] += 1
+    position, carried = cut.get_state()["position"], cut.get_state()["carried"]
+    epochs = position / len(lengths)
+    assert carried and all(predicted[token] <= once[token] * (epochs + 1) for token in predicted)
+    assert set(predicted) == {token for token in range(60) if once[token]}
+
+
+def test_pieces_are_predicted_once_with_their_columns():
+    from jaxtrain.data.sources.documents import _split
+
+    document = Lengths(np.array([40]))[0]
+    for seed in range(20):
+        pieces = list(_split(document, 12, np.random.default_rng(seed)))
+        assert [t for piece in pieces for t in piece.tokens[1:]] == list(range(1, 40))
+        assert all(2 <= len(piece.tokens) <= 13 for piece in pieces)
+        assert all((piece.columns["twice"] == 2.0 * piece.tokens).all() for piece in pieces)
+        assert {piece.columns["whole"] for piece in pieces} == {0.0}
+
+
+def test_a_piece_carried_into_a_longer_row_is_the_same_after_a_restart():
+    lengths = np.random.default_rng(1).integers(2, 60, 50)
+
+    def run(stops: int) -> list:
+        shape_at = lambda tokens: BatchShape(1, 2, 12 if tokens < 100 else 40)  # noqa: E731
+        dataset = packed(Lengths(lengths), seed=5, spec=spec(shape_at), too_long="split")
+        iterator, found = iter(dataset), []
+        for step in range(12):
+            found.append(contents(next(iterator).batch))
+            if stops and step % stops == 0:
+                state = json.loads(json.dumps(iterator.get_state()))
+                iterator = iter(dataset)
+                iterator.set_state(state)
+        return found
+
+    assert run(1) == run(3) == run(0)
 
 
 def test_a_document_of_one_token_is_skipped_as_if_there_were_none():
