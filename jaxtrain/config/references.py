@@ -48,7 +48,11 @@ KINDS = {
     ),
     "source": ReferenceKind(
         "jaxtrain.sources",
-        {"worked_answers": "jaxtrain.data.sources.worked_answers:WorkedAnswers"},
+        {
+            "conversations": "jaxtrain.data.sources.conversations:Conversations",
+            "text": "jaxtrain.data.sources.text:Text",
+            "worked_answers": "jaxtrain.data.sources.worked_answers:WorkedAnswers",
+        },
         ("columns", "open"),
     ),
 }
