@@ -50,6 +50,7 @@ KINDS = {
         "jaxtrain.sources",
         {
             "conversations": "jaxtrain.data.sources.conversations:Conversations",
+            "mixture": "jaxtrain.data.sources.mixture:Mixture",
             "text": "jaxtrain.data.sources.text:Text",
             "worked_answers": "jaxtrain.data.sources.worked_answers:WorkedAnswers",
         },

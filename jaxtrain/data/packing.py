@@ -21,13 +21,15 @@ class Document:
 
     tokens int32 [T]. loss_weights float32 [T]: `loss_weights[t]` weighs the prediction *of* token t; that of
     the first is never used. columns: more that a loss reads, by name: [T, ...], indexed as `tokens`, or one
-    number for the whole document. origin: where it comes from, such as file:line, for errors.
+    number for the whole document. origin: where it comes from, such as file:line, for
+    errors. source: its part of a mixture.
     """
 
     tokens: np.ndarray
     loss_weights: np.ndarray
     columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
     origin: str = ""
+    source: str = ""
 
 
 def pack(

@@ -56,11 +56,19 @@ OpenBatches = Callable[[BatchSpec], Batches]
 
 
 class Documents(Protocol):
-    """Documents by index, the same in every process: one, several, or None where there is none."""
+    """Documents by index, the same in every process: one, several, or None where there is none.
+
+    May have `order(seed)`, a `grain.MapDataset` of indices without end, in place of a shuffle of all.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Document | Sequence[Document] | None: ...
+
+
+def documents_at(documents: Documents, index: int) -> Sequence[Document]:
+    found = documents[index]
+    return [found] if isinstance(found, Document) else found or ()
 
 
 @dataclass(frozen=True)

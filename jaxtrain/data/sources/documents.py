@@ -7,6 +7,7 @@ nearly full, and every document comes exactly once an epoch.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import grain
 import numpy as np
 
 from jaxtrain.data.packing import Document, pack_rows
-from jaxtrain.data.sources.base import Batches, BatchSpec, Documents, Packed
+from jaxtrain.data.sources.base import Batches, BatchSpec, Documents, Packed, documents_at
 from rollout_bridge.trajectories.packing import PackingError, positions
 
 TooLong = Literal["refuse", "skip", "split"]
@@ -37,7 +38,12 @@ class PackedDocuments(grain.IterDataset[Packed]):
         if not len(documents):
             raise PackingError(f"{type(documents).__name__} holds no document; nothing can be trained on")
         self.documents, self.seed, self.spec, self.too_long = documents, seed, spec, too_long
-        self.order = grain.MapDataset.range(len(documents)).seed(seed).shuffle().repeat()
+        order = getattr(documents, "order", None)
+        self.order = (
+            grain.MapDataset.range(len(documents)).seed(seed).shuffle().repeat()
+            if order is None
+            else order(seed)
+        )
 
     def __iter__(self) -> _Iterator:
         return _Iterator(self)
@@ -46,10 +52,9 @@ class PackedDocuments(grain.IterDataset[Packed]):
         """What to train on at a position of the order, and how many documents were left out there."""
         index = self.order[position]
         assert index is not None  # a shuffled range has a value everywhere
-        found = self.documents[int(index)]
         kept: list[Document] = []
         skipped = 0
-        for document in [found] if isinstance(found, Document) else found or ():
+        for document in documents_at(self.documents, int(index)):
             if positions(len(document.tokens)) <= sequence_length:
                 kept += [document] if len(document.tokens) > 1 else []  # a single token predicts nothing
             elif self.too_long == "split":
@@ -106,6 +111,10 @@ class _Iterator(grain.DatasetIterator[Packed]):
         self._position = at
         valid = batch.valid_tokens()
         self._tokens += valid
+        by_source: Counter[str] = Counter()
+        for row in chosen:
+            for document in (documents[index] for index in row):
+                by_source[document.source] += positions(len(document.tokens))
         return Packed(
             batch,
             {
@@ -113,6 +122,7 @@ class _Iterator(grain.DatasetIterator[Packed]):
                 "documents": len(taken),
                 "documents_skipped": skipped,
                 "epoch": at / len(dataset.documents),
+                **{f"tokens_of_{name}": count for name, count in sorted(by_source.items()) if name},
             },
         )
 
