@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import tensorstore as ts
 
+from rollout_bridge import file_lock
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.waiting import Interrupted, looks, sleep_unless, wait_for
 
@@ -33,6 +34,11 @@ RETRY_SECONDS, SLOWEST_RETRY_SECONDS = (
 SCHEMES = ("file", "gs", "s3", "memory")
 _KEY = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 _MEMORY_CONTEXT = ts.Context()  # memory:// stores of one process see each other, as any other store would
+# On disks each write goes to a new file of its own, renamed to the key. TensorStore's locking modes reuse the
+# file that a dead writer left, with its bytes or its lock. `file_lock` makes the conditions hold instead.
+_FILE_CONTEXT = ts.Context({"file_io_locking": {"mode": "none"}})
+_CONTEXTS = {"memory": _MEMORY_CONTEXT, "file": _FILE_CONTEXT}
+_writing: dict[int, ts.Future[Any]] = {}  # TensorStore cancels a write that nothing refers to
 
 
 class StoreError(ExpectedError):
@@ -82,7 +88,7 @@ class Store:
         a second create or a stale swap.
         """
         normalised = _normalise(url)
-        context = _MEMORY_CONTEXT if normalised.startswith("memory://") else None
+        context = _CONTEXTS.get(urlsplit(normalised).scheme)
         try:
             kvstore = ts.KvStore.open(normalised, context=context).result(timeout=timeout)
         except Exception as error:
@@ -162,14 +168,15 @@ class Store:
         self._write(key, None, None)
 
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted."""
+        """All keys that start with `prefix`, sorted. Objects whose names are no keys of ours are left out."""
         if prefix:
             self._checked(prefix.rstrip("/"))
             upper = prefix[:-1] + chr(ord(prefix[-1]) + 1)
             keys = ts.KvStore.KeyRange(inclusive_min=prefix, exclusive_max=upper)
         else:
             keys = ts.KvStore.KeyRange()
-        return sorted(key.decode() for key in self._call("list", prefix, lambda: self._kvstore.list(keys)))
+        found = self._call("list", prefix, lambda: self._kvstore.list(keys))
+        return sorted(key for key in map(_decoded, found) if _KEY.fullmatch(key))
 
     def read_json(self, key: str) -> Any | None:
         """The JSON value at `key`, None if absent. Raises `StoreError` if it is not JSON."""
@@ -207,7 +214,7 @@ class Store:
         def start() -> Any:
             nonlocal tries
             tries += 1
-            return self._kvstore.write(self._checked(key), data, if_equal=generation)
+            return self._start_write(self._checked(key), data, generation)
 
         stamp = self._call("delete" if data is None else "write", key, start)
         if tries > 1 and not stamp.generation:
@@ -215,6 +222,29 @@ class Store:
             found, now = self.read_with_generation(key)
             return now if found == data else b""
         return stamp.generation
+
+    def _start_write(self, key: str, data: bytes | None, generation: bytes | None) -> Any:
+        """The future of one write. On a disk it holds the key's lock until it ends, also past a timeout."""
+        if not self.url.startswith("file://"):
+            return self._kvstore.write(key, data, if_equal=generation)
+        sleep = time.sleep if self._patience is None else sleep_unless(self._ending)
+        release = file_lock.acquire(self.url.removeprefix("file://"), key, timeout=self.timeout, sleep=sleep)
+        try:
+            future = self._kvstore.write(key, data, if_equal=generation)
+        except BaseException:
+            release()
+            raise
+
+        def done(_: ts.Future[Any]) -> None:
+            release()
+            _writing.pop(id(future), None)
+
+        _writing[id(future)] = future
+        future.add_done_callback(done)
+        return future
+
+    def _ending(self) -> bool:
+        return self._patience is not None and self._stopping(self._patience)
 
     def _checked(self, key: str) -> str:
         if not _KEY.fullmatch(key) or key.endswith(".__lock"):
@@ -289,6 +319,10 @@ class Store:
                 f"store {self.url}: {verb} of {key!r} failed: {error}. Check that the location exists "
                 "and that this process may use it"
             ) from error
+
+
+def _decoded(name: bytes) -> str:
+    return name.decode(errors="replace")  # a name that is not UTF-8 then matches no key
 
 
 def to_json_bytes(value: Any) -> bytes:

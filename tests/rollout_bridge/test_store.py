@@ -1,13 +1,17 @@
 """Laws of the store: conditional writes are exclusive, and a store without them is refused on opening."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import rollout_bridge.store as store_module
+from rollout_bridge import file_lock
 from rollout_bridge.store import Patience, Store, StoreAway, StoreError
 from rollout_bridge.waiting import Interrupted
+from tests.rollout_bridge import store_racer as racer_program
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -258,3 +262,112 @@ def test_a_conditional_write_that_is_tried_again_is_neither_lost_nor_refused(
     store.left = 1
     store.arrives = False
     assert not store.swap("a", b"mine again", generation) and store.read("a") == b"theirs"
+
+
+KINDS_OF_KEYS = [
+    "run.json",
+    "control/state.json",
+    "control/credits.json",
+    "weights/latest",
+    "weights/versions/00000001/000001/manifest.json",
+    "weights/versions/00000001/000001/p00000-0.blob",
+    "weights/versions/00000001/000001/part-00000.json",
+    "weights/quarantine/00000001-000001.json",
+    "weights/acks/host.json",
+    "trajectories/writer/00000001.parquet",
+    "plans/00000001.json",
+    "prompts/claims/00000001.json",
+    "evaluations/one/result.json",
+]
+
+
+@pytest.mark.parametrize("key", KINDS_OF_KEYS)
+def test_a_write_does_not_depend_on_what_a_dead_writer_left(key, tmp_path):
+    """TensorStore may write the next value into KEY.__lock: what is there is longer than that value."""
+    store = Store.open(f"{tmp_path}/store")
+    stale = tmp_path / "store" / f"{key}.__lock"
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    for write in (
+        store.create,
+        store.put,
+        lambda *item: store.swap(*item, store.read_with_generation(key)[1]),
+    ):
+        stale.write_bytes(b"x" * 300)
+        write(key, b'{"short":1}')
+        assert store.read(key) == b'{"short":1}'
+        assert store.list() == [key]
+    stale.write_bytes(b"x" * 300)
+    store.delete(key)
+    assert store.read(key) is None and store.list() == []
+
+
+def racers(url: str, count: int, increments: int) -> list[subprocess.Popen]:
+    return [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.rollout_bridge.store_racer",
+                url,
+                f"racer-{number}",
+                str(increments),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+
+
+def test_of_racing_processes_one_wins_each_key_and_no_increment_is_lost(tmp_path):
+    """4 processes add 1 fifty times each: the counter is 200, and each value was written by one of them."""
+    store = Store.open(f"{tmp_path}/store")
+    lines = [line for racer in racers(store.url, 4, 50) for line in racer.communicate()[0].splitlines()]
+    assert sorted(int(line.split()[1]) for line in lines if line.startswith("swap")) == list(range(1, 201))
+    assert sorted(line.split()[1] for line in lines if line.startswith("create")) == store.list("prompts/")
+    assert store.read_json(racer_program.COUNTER)["count"] == 200
+
+
+def test_writers_killed_at_any_moment_leave_whole_values_and_free_keys(tmp_path):
+    """After each kill -9: every key holds one of the values a writer made for it, and can be written."""
+    store = Store.open(f"{tmp_path}/store")
+    count = 0
+    for round_ in range(6):
+        killed = racers(store.url, 2, 10**6)
+        for racer in killed:
+            assert racer.stdout is not None
+            for _ in range(10 + 7 * round_):  # somewhere in the middle of its next write
+                racer.stdout.readline()
+        for racer in killed:
+            racer.kill()
+            racer.communicate()
+        for key in store.list():
+            found = store.read_json(key)
+            assert store.read(key) == racer_program.value(found["count"], found["by"])
+        reached = store.read_json(racer_program.COUNTER)["count"]
+        assert reached > count
+        count = reached + 1
+        _, generation = store.read_with_generation(racer_program.COUNTER)
+        assert store.swap(racer_program.COUNTER, racer_program.value(count, "after"), generation)
+
+
+def test_a_lock_that_is_held_is_waited_for_until_the_timeout(tmp_path):
+    """The message names the key; once the holder is gone the same write is done."""
+    store = Store.open(f"{tmp_path}/store", timeout=0.2)
+    release = file_lock.acquire(f"{tmp_path}/store", "a", timeout=1.0)
+    with pytest.raises(StoreAway, match=r"write of 'a' did not finish in 0\.2 s"):
+        store.put("a", b"1")
+    release()
+    release()  # unlocks nothing that another holds by now
+    store.put("a", b"1")
+    assert store.read("a") == b"1"
+
+
+def test_names_that_are_no_keys_are_not_listed(tmp_path):
+    """What another program put there: reading any of them by `read` would be refused."""
+    store = Store.open(f"{tmp_path}/store")
+    store.put("acks/host.json", b"{}")
+    for name in (".DS_Store", "read me.txt", "._host.json", "h\xf6st.json"):
+        (tmp_path / "store" / "acks" / name).write_text("not ours")
+    (tmp_path / "store" / "acks" / os.fsdecode(b"\xff\xfe.json")).write_text("not ours")
+    assert store.list("acks/") == store.list() == ["acks/host.json"]
