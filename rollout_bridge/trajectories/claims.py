@@ -13,6 +13,7 @@ never duplicate training (a plan takes one copy of a group).
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Container
 from contextlib import suppress
@@ -29,6 +30,7 @@ from rollout_bridge.waiting import Unchanged
 logger = logging.getLogger(__name__)
 
 PREFIX = "prompts/claims/"
+_KEY = re.compile(re.escape(PREFIX) + r"\d{8,}\.json")
 
 
 class ClaimError(ExpectedError):
@@ -98,10 +100,15 @@ def grant(store: Store, groups: int) -> int:
             return max(groups, current)
 
 
+def claim_keys(store: Store) -> list[str]:
+    """Keys of all claims, in order. Other keys below `prompts/claims/` are not ours."""
+    return [key for key in store.list(PREFIX) if _KEY.fullmatch(key)]
+
+
 def read_claims(store: Store, *, skip: Container[str] = ()) -> list[Claim]:
     """All of them, in order, but for the keys of `skip` and damaged ones."""
     claims = []
-    for key in store.list(PREFIX):
+    for key in claim_keys(store):
         if key in skip:
             continue
         with suppress(ClaimError, StoreError):
@@ -143,7 +150,7 @@ class ClaimBook:
         None if there is neither.
         """
         while True:
-            keys = self._store.list(PREFIX)
+            keys = claim_keys(self._store)
             for key in keys:
                 taken = None if key in self._done else self._take_over(key)
                 if taken is not None:

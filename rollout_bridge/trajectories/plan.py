@@ -151,8 +151,8 @@ def plan_key(step: int) -> str:
 
 
 def plan_steps(store: Store) -> list[int]:
-    """Steps that have a plan, ascending."""
-    return sorted(_step(key) for key in store.list(PREFIX))
+    """Steps that have a plan, ascending. Other keys below `plans/` are not ours."""
+    return sorted(step for key in store.list(PREFIX) if (step := _step(key)) is not None)
 
 
 def read_plan(store: Store, step: int) -> Plan | None:
@@ -242,14 +242,15 @@ def _way_out(step: int) -> str:
 
 
 def _remedy(key: str) -> str:
-    return f"restore it, or restart with --discard-plans-after {_step(key) - 1}"
+    step = _step(key)
+    restart = "" if step is None else f", or restart with --discard-plans-after {step - 1}"
+    return f"restore it{restart}"
 
 
-def _step(key: str) -> int:
+def _step(key: str) -> int | None:
+    """The step whose plan has this key, None for any other key."""
     stem = key.removeprefix(PREFIX).removesuffix(".json")
-    if not stem.isdigit() or plan_key(int(stem)) != key:
-        raise PlanError(f"{key} is not the key of a plan ({PREFIX}<8 digits>.json); remove it from the store")
-    return int(stem)
+    return int(stem) if stem.isdecimal() and plan_key(int(stem)) == key else None
 
 
 def _row(value: dict[str, Any]) -> PlanRow:

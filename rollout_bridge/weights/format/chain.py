@@ -7,7 +7,7 @@ version raises `BrokenVersion`; a store that cannot be reached raises `StoreErro
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -197,6 +197,32 @@ def fill(link: Link, blobs: PieceSource, name: str, target: np.ndarray) -> None:
         _check_finite(ref, name, entry.dtype, content)
         target[piece.slices] = content
     _check_digest(ref, name, digest.digest(target), entry.digest_value)
+
+
+def replay(
+    links: Sequence[Link], blobs: PieceSource, changes: ChangeDecoder, name: str
+) -> Iterator[np.ndarray]:
+    """Tensor `name` as each of `links` leaves it, from the full version that comes first.
+
+    Every digest is checked, of a full version that follows its parent both ways. The array may be changed by
+    the next link. Raises `BrokenVersion`.
+    """
+    spec = links[0].manifest.tensors[name].spec
+    current = np.empty(spec.shape, spec.bits)
+    current_digest = 0
+    for number, link in enumerate(links):
+        if link.manifest.kind is Kind.FULL:
+            whole = np.empty(spec.shape, spec.bits)
+            fill(link, blobs, name, whole)
+            yield whole
+            if number == 0 or not link.manifest.follows:
+                current, current_digest = whole, link.manifest.tensors[name].digest_value
+                continue
+        step = Link(link.ref, link.manifest, whole=False)
+        change = fold([step], changes, name, current, current_digest)
+        current.reshape(-1)[change.indices] = change.values
+        current_digest = link.manifest.tensors[name].digest_value
+        yield current
 
 
 def flat_indices(

@@ -229,6 +229,17 @@ def parse_version_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def quarantine_key(ref: ManifestRef) -> str:
+    """Key of the record that a reader found `ref` broken."""
+    return f"{QUARANTINE_PREFIX}{ref.version:08d}-{ref.incarnation:06d}.json"
+
+
+def parse_quarantine_key(key: str) -> tuple[int, int] | None:
+    """(version, incarnation) of a quarantine record, None for any other key."""
+    match = re.fullmatch(re.escape(QUARANTINE_PREFIX) + r"(\d{8,})-(\d{6,})\.json", key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def _check_entry(name: str, entry: TensorEntry, pieces: tuple[Piece, ...], *, whole: bool) -> None:
     if entry.dtype not in BITS:
         raise ValueError(f"tensor {name}: dtype {entry.dtype!r} is not one of {sorted(BITS)}")

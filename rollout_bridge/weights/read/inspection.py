@@ -23,6 +23,7 @@ from rollout_bridge.weights.format.manifest import (
     BrokenVersion,
     Kind,
     Manifest,
+    parse_quarantine_key,
     parse_version_key,
 )
 from rollout_bridge.weights.format.run import RunError, RunInfo
@@ -145,8 +146,9 @@ def _health(store: Store, links: list[Link], head: int, problems: list[str]) -> 
     """`ok` or the problems; what is quarantined; versions of unfinished attempts, outside the chain."""
     quarantined = {}
     for key in store.list(QUARANTINE_PREFIX):
-        record: Any = store.read_json(key)
-        quarantined[key.removeprefix(QUARANTINE_PREFIX).removesuffix(".json")] = record
+        if parse_quarantine_key(key) is not None:
+            record: Any = store.read_json(key)
+            quarantined[key.removeprefix(QUARANTINE_PREFIX).removesuffix(".json")] = record
     mine = {(link.ref.version, link.ref.incarnation) for link in links}
     places = {place for key in store.list(VERSIONS_PREFIX) if (place := parse_version_key(key))}
     fulls = [link.ref.version for link in links if link.manifest.kind is Kind.FULL]
@@ -172,26 +174,11 @@ def _verify(store: Store, links: list[Link], problems: list[str]) -> dict[str, i
     changes = ChangeDecoder(blobs)
     try:
         for name in links[0].manifest.tensors if links else ():
-            spec = links[0].manifest.tensors[name].spec
-            current = np.empty(spec.shape, spec.bits)
-            digest = 0
-            for number, link in enumerate(links):
-                try:
-                    if link.manifest.kind is Kind.FULL:
-                        whole = np.empty(spec.shape, spec.bits)
-                        chain.fill(link, blobs, name, whole)
-                        verified += 1
-                    if number == 0 or (link.manifest.kind is Kind.FULL and not link.manifest.follows):
-                        current = whole
-                    else:
-                        step = Link(link.ref, link.manifest, whole=False)
-                        change = chain.fold([step], changes, name, current, digest)
-                        current.reshape(-1)[change.indices] = change.values
-                        verified += 1
-                except BrokenVersion as error:
-                    broken.add(str(error))
-                    break
-                digest = link.manifest.tensors[name].digest_value
+            try:
+                for _ in chain.replay(links, blobs, changes, name):
+                    verified += 1
+            except BrokenVersion as error:
+                broken.add(str(error))
     finally:
         blobs.close()
     problems.extend(sorted(broken))

@@ -21,11 +21,11 @@ from rollout_bridge.weights.format import chain, run
 from rollout_bridge.weights.format.blobs import Blobs
 from rollout_bridge.weights.format.chain import Link
 from rollout_bridge.weights.format.manifest import (
-    QUARANTINE_PREFIX,
     BrokenVersion,
     Latest,
     Manifest,
     ManifestRef,
+    quarantine_key,
 )
 from rollout_bridge.weights.format.run import RunError, RunInfo
 from rollout_bridge.weights.read import decoding, mirror_view, parallel, parts
@@ -142,6 +142,7 @@ class Subscriber:
         joined = self.join()
         self._report()
         self.mirror.recover()
+        self._forgive()
         failure: BrokenVersion | None = None
         for _ in range(_CACHED_MANIFESTS):
             latest = self.latest()
@@ -157,6 +158,7 @@ class Subscriber:
                 if failure is not None and str(failure) == str(error):
                     raise
                 failure = error
+                self._check_held(error)
                 self._quarantine(error)
         raise failure or RuntimeError("unreachable")
 
@@ -335,8 +337,7 @@ class Subscriber:
         self.broken[error.ref] = str(error)
         logger.error("quarantined %s", error)
         record = {"agent": self.name, "what": error.what, "reason": error.reason, "time": time.time()}
-        key = f"{QUARANTINE_PREFIX}{error.ref.version:08d}-{error.ref.incarnation:06d}.json"
-        self._unreported[key] = record
+        self._unreported[quarantine_key(error.ref)] = record
         self._report()
 
     def _report(self) -> None:
@@ -347,6 +348,26 @@ class Subscriber:
                 del self._unreported[key]
         except StoreError as error:
             logger.warning("%d broken versions are not reported yet: %s", len(self._unreported), error)
+
+    def _forgive(self) -> None:
+        """Forgets newer versions that seemed broken and whose record is gone: the trainer read them well."""
+        for ref in list(self.broken):
+            key = quarantine_key(ref)
+            newer = ref.version > (self.mirror.version or 0)
+            if newer and key not in self._unreported and self.store.read(key) is None:
+                logger.warning("version %d is tried again: the trainer finds it good", ref.version)
+                del self.broken[ref]
+
+    def _check_held(self, error: BrokenVersion) -> None:
+        """Raises `MirrorError` if the tensor that `error` names is wrong in the mirror, and empties that."""
+        name = error.what.removeprefix("tensor ")
+        if self.mirror.state is None or name == error.what or name not in self.mirror.view.specs:
+            return
+        try:
+            self.mirror.view.verify([name])
+        except MirrorError:
+            self.mirror.reset()
+            raise
 
     def _update(self, changed: frozenset[str], verified: int) -> Update:
         state = self.mirror.view.state

@@ -21,6 +21,7 @@ from rollout_bridge.weights.format.manifest import (
     BrokenVersion,
     Kind,
     ManifestRef,
+    parse_quarantine_key,
     parse_version_key,
 )
 from rollout_bridge.weights.format.pins import unanswered
@@ -88,8 +89,8 @@ def collect(store: Store, *, retention: Retention, now: float | None = None) -> 
         for key in sorted(keys[place], key=lambda key: not key.endswith("/manifest.json")):
             store.delete(key)
     for key in store.list(QUARANTINE_PREFIX):
-        version = key.removeprefix(QUARANTINE_PREFIX).split("-")[0]
-        if version.isdecimal() and int(version) < oldest:  # something else there is not the publisher's
+        place = parse_quarantine_key(key)
+        if place is not None and place[0] < oldest:
             store.delete(key)
     if keys:
         logger.info("removed %d versions, oldest kept %d", len(keys), oldest)

@@ -20,7 +20,6 @@ from typing import TypeVar
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.weights.format import chain
 from rollout_bridge.weights.format.manifest import (
-    QUARANTINE_PREFIX,
     BrokenVersion,
     Kind,
     Latest,
@@ -31,7 +30,7 @@ from rollout_bridge.weights.format.run import RunInfo
 from rollout_bridge.weights.read.mirror import Mirror
 from rollout_bridge.weights.read.mirror_view import MirrorView
 from rollout_bridge.weights.read.subscriber import Subscriber
-from rollout_bridge.weights.write import commit, encoder
+from rollout_bridge.weights.write import commit, encoder, quarantine
 from rollout_bridge.weights.write.commit import Begin, ProcessPart
 from rollout_bridge.weights.write.encoder import Patch, ReferenceSize
 from rollout_bridge.weights.write.priority import yielding_pool, yielding_processes
@@ -291,9 +290,7 @@ class ChainWriter:
             return True
         if self._chain_bytes > settings.max_chain_fraction * self._full_bytes:
             return True
-        records = self.store.list(QUARANTINE_PREFIX)
-        broken = [int(key.removeprefix(QUARANTINE_PREFIX).split("-")[0]) for key in records]
-        return any(head.full.version <= version <= head.version for version in broken)
+        return quarantine.first_broken(self.store, self.run, head) is not None
 
     def _moved(self, latest: Latest, manifest: Manifest, patches: Patches) -> None:
         """The manifest is durable: from here on the next version follows it."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_bridge.store import Store
-from rollout_bridge.trajectories.claims import Claim, ClaimBook, ClaimError, grant, granted
+from rollout_bridge.trajectories.claims import Claim, ClaimBook, ClaimError, grant, granted, read_claims
 from rollout_bridge.trajectories.log import SegmentWriter
 
 LEASE = 10.0
@@ -205,3 +205,16 @@ def test_interleaved_acquires_of_two_workers_share_nothing(store, monkeypatch) -
 
     monkeypatch.setattr(store, "create_json", create_after_b)
     assert a.acquire()[1] == (3, 4) and won == [(0, 1, 2)]
+
+
+def test_other_objects_among_the_claims_are_no_claims(store) -> None:
+    """One sorts after every claim, where the next range is looked up."""
+    clock = Clock()
+    grant(store, 8)
+    for name in ("readme.json", "README", "0.json", "00000004.json.bak"):
+        store.put(f"prompts/claims/{name}", b"not a claim")
+    assert [book(store, "a", clock).acquire()[1], book(store, "b", clock).acquire()[1]] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
+    assert [claim.start for claim in read_claims(store)] == [0, 4]

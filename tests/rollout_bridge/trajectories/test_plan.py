@@ -7,7 +7,7 @@ import pytest
 
 from rollout_bridge.trajectories.gate import Gate
 from rollout_bridge.trajectories.log import SegmentWriter
-from rollout_bridge.trajectories.plan import Plan, PlanError, load_rows, wait_for_plan
+from rollout_bridge.trajectories.plan import Plan, PlanError, load_rows, plan_steps, wait_for_plan
 from rollout_bridge.trajectories.planner import Planner
 from tests.rollout_bridge.trajectories.conftest import LENGTH, selection_settings
 
@@ -48,3 +48,14 @@ def test_a_plan_made_meanwhile_is_served(store, make_group) -> None:
 
 def waited_for(store, step: int, *, timeout: float = 60.0, sleep=lambda _: None) -> Plan:
     return wait_for_plan(store, step, timeout=timeout, poll=0.1, sleep=sleep)
+
+
+def test_other_objects_among_the_plans_and_segments_stop_no_planner(planned, make_group) -> None:
+    """The plans made stand, and the next step is planned from the next group."""
+    for name in ("plans/readme.json", "plans/1.json", "plans/README", "trajectories/readme.json"):
+        planned.put(name, b"not ours")
+    assert plan_steps(planned) == [0, 1, 2, 3]
+    made = Planner(planned, selection_settings(2 * LENGTH), outstanding_groups=9, sleep=lambda _: None)
+    SegmentWriter(planned, "w").append(make_group(90, versions=[[3, 3, 3], [3, 3, 3]]))
+    made.plan(4, 3, timeout=0)
+    assert plan_steps(planned) == [0, 1, 2, 3, 4]

@@ -35,8 +35,9 @@ def published(broken: tuple[int, ...]) -> Store:
     for number in range(2, 8):
         chains.publish(trainer, number)
         if number in broken:
+            (blob,) = chains.keys_of(store, number, ".blob")
             chains.damage(store, number, "missing blob")
-            store.put_json(f"{QUARANTINE_PREFIX}{number:08d}-000001.json", {})
+            store.put_json(f"{QUARANTINE_PREFIX}{number:08d}-000001.json", {"what": blob})
     trainer.close()
     return store
 
