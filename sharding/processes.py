@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from sharding import cluster
 from sharding.errors import ProcessesError
 
 logger = logging.getLogger(__name__)
@@ -45,37 +46,52 @@ def initialize(
 ) -> None:
     """Join the other processes of this program; call before anything touches a device.
 
+    What is not given is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and then
+    from the launcher that started the process (`cluster.detect`: Slurm, Open MPI, TPU pod, Kubernetes Job).
+    A process that was started alone returns at once.
+
     Args:
-      coordinator: `host:port` of process 0, or "auto" to let jax ask the cluster (TPU pod, Slurm,
-        Kubernetes, MPI). Missing arguments are read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-        JAX_PROCESS_ID. With none of them, or with one process, this returns at once.
-      num_processes: how many processes join.
+      coordinator: `host:port` of process 0, or "auto", which requires a launcher that jax detects.
+      num_processes: how many processes join. 1 means alone, whatever the launcher started.
       process_id: which one this is; 0 hosts the coordinator.
       timeout_seconds: how long to wait for all of them.
-      local_device_ids: devices of this process on its host; all by default.
+      local_device_ids: devices of this process on its host. By default all, or one where the launcher
+        started several processes on the host.
 
     Raises:
-      ProcessesError: incomplete arguments, coordinator unreachable, or not all joined in time. After
-        the last the process must exit, because the runtime still waits in the background.
+      ProcessesError: incomplete or contradictory arguments, coordinator unreachable, not all joined in time,
+        or jax counts other processes than joined. After a failed wait the process must exit, because the
+        runtime still waits in the background.
     """
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     num_processes = _from_environment(num_processes, "JAX_NUM_PROCESSES")
     process_id = _from_environment(process_id, "JAX_PROCESS_ID")
-    if jax.distributed.is_initialized() or num_processes == 1:
+    if jax.distributed.is_initialized():
+        check_count(num_processes)
         return
-    if coordinator is None and num_processes is None and process_id is None:
+    if num_processes == 1:
         return
     deadline = time.monotonic() + timeout_seconds
-    if coordinator == "auto":
-        me = "this process (coordinator='auto')"
-        where = "through the detected cluster"
-        address = None
-    else:
-        _check_arguments(coordinator, num_processes, process_id)
-        address = coordinator
-        me, where = f"process {process_id} of {num_processes}", f"at {coordinator}"
-        if process_id != 0 and address is not None:
-            _wait_for_port(address, deadline, me=me, timeout_seconds=timeout_seconds)
+    address = None if coordinator == "auto" else coordinator
+    if address is None or num_processes is None or process_id is None:
+        found = cluster.detect(coordinator=address, timeout_seconds=timeout_seconds)
+        if found is not None:
+            address, process_id = found.coordinator, found.process_id if process_id is None else process_id
+            num_processes = found.num_processes if num_processes is None else num_processes
+            local_device_ids = found.local_device_ids if local_device_ids is None else local_device_ids
+        elif coordinator is None and num_processes is None and process_id is None:
+            return
+    _check_arguments(address, num_processes, process_id)
+    assert address is not None and num_processes is not None
+    said = cluster.announced()
+    if said is not None and said[1] not in (1, num_processes):
+        raise ProcessesError(
+            f"processes.initialize: {num_processes} processes are to join, but {said[0]}: the launcher"
+            f" started {said[1]}. Make JAX_NUM_PROCESSES and the launcher agree, or {cluster.ALONE}"
+        )
+    me, where = f"process {process_id} of {num_processes}", f"at {address}"
+    if process_id != 0:
+        _wait_for_port(address, deadline, me=me, timeout_seconds=timeout_seconds)
     logger.info("%s joins %s, waiting up to %g s", me, where, timeout_seconds)
     joined = _join(
         deadline,
@@ -84,6 +100,8 @@ def initialize(
         num_processes=num_processes,
         process_id=process_id,
         local_device_ids=local_device_ids,
+        # Everything is known, and jax's own detection would ask for what this process leaves out.
+        cluster_detection_method="deactivate",
         initialization_timeout=int(timeout_seconds) + _ABORT_MARGIN_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
     )
@@ -91,6 +109,27 @@ def initialize(
         raise ProcessesError(
             f"{me} waited {timeout_seconds:g} s for all processes to join {where}; start every process with"
             " the same coordinator and count, look for one that died, or raise timeout_seconds"
+        )
+    check_count(num_processes)
+
+
+def check_count(expected: int | None = None) -> None:
+    """Check that the devices belong to as many processes as have joined. Touches the devices.
+
+    Devices may know of processes that never joined: those of a TPU pod whose hosts were each started alone.
+    expected: how many processes there should be; by default as many as have joined.
+
+    Raises ProcessesError.
+    """
+    from jax._src import distributed
+
+    joined = distributed.global_state.num_processes
+    found = {"jax counts": jax.process_count(), "joined": joined, "expected": expected or joined}
+    if len(set(found.values())) > 1:
+        raise ProcessesError(
+            f"processes disagree: {found}. Start every process of the program by one launcher that jax"
+            " detects, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_PLATFORMS"
+            " and TPU_PROCESS_BOUNDS restrict a process to its own devices"
         )
 
 

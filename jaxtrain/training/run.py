@@ -155,6 +155,7 @@ def open_run(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None = N
     """
     processes.initialize()
     mesh = mesh_of(config.mesh)
+    processes.check_count()
     if problems := undivided(config.model, config.microbatches, mesh.shape):
         raise ConfigError([f"{field}: {problem}" for field, problem in problems])
     checkpoints = Checkpointer(

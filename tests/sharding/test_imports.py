@@ -37,7 +37,18 @@ def test_the_package_works_with_jax_and_numpy_alone():
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    modules = ["collectives", "errors", "hlo", "inspect", "leaves", "mesh", "processes", "rules", "tree"]
+    modules = [
+        "cluster",
+        "collectives",
+        "errors",
+        "hlo",
+        "inspect",
+        "leaves",
+        "mesh",
+        "processes",
+        "rules",
+        "tree",
+    ]
     assert done.stdout.strip() == f"{modules} 8"
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from sharding import processes
+from sharding import cluster, processes
 from sharding.errors import ProcessesError
 from sharding.mesh import MeshSpec
 from tests.ports import held_port
@@ -172,9 +172,152 @@ def test_joining_alone_fails_with_a_name_and_an_ordinary_exit(process, message):
     assert output.startswith(message.format(address=address))
 
 
+# What `srun --nodes=2 --ntasks-per-node=1` sets, on two hosts that are both this machine.
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+}
+COUNT = """
+import sys
+from sharding import processes
+from sharding.errors import ProcessesError
+try:
+    processes.initialize(timeout_seconds=300)
+except ProcessesError as error:
+    sys.exit(str(error))
+print(processes.process_index(), processes.process_count())
+processes.shutdown()
+"""
+
+
+def of_slurm(process: str, **variables: str) -> subprocess.Popen:
+    return start("-c", COUNT, **SLURM | {"SLURM_PROCID": process} | variables)
+
+
+def test_two_hosts_that_slurm_started_join_without_other_variables():
+    def start_one(address: str, process: str) -> subprocess.Popen:
+        return of_slurm(process, JAX_COORDINATOR_PORT=address.rpartition(":")[2])
+
+    assert outputs_of_two(start_one) == ["0 2\n", "1 2\n"]
+
+
+JOINED_ALONE = """
+import sys
+import jax
+from sharding import processes
+from sharding.errors import ProcessesError
+jax.distributed.initialize(sys.argv[1], 1, 0)
+processes.initialize()
+try:
+    processes.initialize(sys.argv[1], 2, 0)
+except ProcessesError as error:
+    print(error)
+"""
+
+
+def test_joining_fewer_than_the_arguments_say_is_refused():
+    """The program joined through jax before, as a cluster of one."""
+    with held_port() as port:
+        running = start("-c", JOINED_ALONE, f"127.0.0.1:{port}")
+        try:
+            output, errors = running.communicate(timeout=500)
+        finally:
+            running.kill()
+    assert output.startswith("processes disagree: {'jax counts': 1, 'joined': 1, 'expected': 2}."), errors
+
+
+def test_devices_that_know_of_more_processes_than_joined_are_refused(monkeypatch):
+    """Devices of a TPU pod know all its hosts; there is none here, so jax's count is replaced."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ProcessesError, match="{'jax counts': 4, 'joined': 1, 'expected': 1}"):
+        processes.check_count()
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    for name, value in (SLURM | {"SLURM_PROCID": "1"}).items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_count_that_contradicts_the_launcher_is_refused(slurm):
+    with pytest.raises(ProcessesError, match="4 processes are to join, but SLURM_STEP_NUM_TASKS=2: "):
+        processes.initialize("host:1", 4, 1)
+    slurm.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ProcessesError, match=r"SLURM_STEP_NUM_TASKS=2: 2 processes, but .* finds 4"):
+        processes.initialize()
+
+
+def test_a_process_that_slurm_started_alone_joins_nothing(slurm):
+    """The shell of an allocation keeps the number of tasks of its job; its step has one."""
+    slurm.setenv("SLURM_STEP_NUM_TASKS", "1")
+    processes.initialize()
+    assert processes.process_count() == 1
+
+
+def test_a_batch_script_is_one_process(slurm):
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"):
+        slurm.delenv(name)
+    processes.initialize()
+    assert processes.process_count() == 1
+
+
+def test_one_process_says_that_it_runs_alone(slurm):
+    slurm.setenv("JAX_NUM_PROCESSES", "1")
+    processes.initialize()
+    assert processes.process_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: 4 processes were started, but jax finds no"),
+        ({"PMI_SIZE": "many"}, "PMI_SIZE='many' is not an integer"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"},
+            r"JOB_COMPLETION_INDEX=3: .* Install jax\[k8s\]",
+        ),
+    ],
+)
+def test_started_processes_that_jax_cannot_find_are_refused(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessesError, match=message):
+        processes.initialize()
+
+
+def test_a_pod_that_is_not_of_an_indexed_job_is_alone(monkeypatch, recwarn):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    processes.initialize()
+    assert processes.process_count() == 1
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, []),  # one process on each of two hosts
+        ({"SLURM_STEP_NUM_NODES": "1"}, [0]),
+        ({"SLURM_STEP_NUM_NODES": "1", "CUDA_VISIBLE_DEVICES": "3"}, []),
+    ],
+)
+def test_a_process_takes_all_devices_of_its_host_unless_it_shares_them(slurm, variables, expected):
+    slurm.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        slurm.setenv(name, value)
+    found = cluster.detect(timeout_seconds=1)
+    assert found is not None
+    assert found.local_device_ids == expected
+
+
 def test_alone_everything_is_a_no_op():
     processes.initialize()
     processes.initialize(num_processes=1)
+    processes.check_count()
     processes.barrier("nobody else")
     assert (processes.process_index(), processes.process_count()) == (0, 1)
     assert processes.broadcast_json({"a": (1, 2)}, name="x") == {"a": [1, 2]}
