@@ -18,7 +18,7 @@ from rollout_bridge.store import Store, to_json_bytes
 from rollout_bridge.weights.format.canonical import TensorSpec, canonical_tensors
 
 RUN_KEY = "run.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class RunError(ExpectedError, ValueError):
@@ -31,7 +31,8 @@ class RunInfo:
 
     hf_config: the Hugging Face config.json, without a quantization_config.
     tokenizer: file name -> text, the small files of a Hugging Face tokenizer.
-    fingerprint: SHA-256 of hf_config and plan: equal fingerprints serve the same weights in the same form.
+    fingerprint: SHA-256 of hf_config, plan and tokenizer: with equal fingerprints the same weights are served
+        in the same form, and a token id means the same text.
     """
 
     run_id: str
@@ -54,7 +55,13 @@ class RunInfo:
     @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(
-            to_json_bytes({"hf_config": self.hf_config, "quantization_plan": self.plan.to_json()})
+            to_json_bytes(
+                {
+                    "hf_config": self.hf_config,
+                    "quantization_plan": self.plan.to_json(),
+                    "tokenizer": self.tokenizer,
+                }
+            )
         ).hexdigest()
 
     @functools.cached_property
@@ -99,8 +106,8 @@ class RunInfo:
         run = cls(data["run_id"], data["hf_config"], plan, data["tokenizer"], data["incarnation"])
         if run.fingerprint != data["fingerprint"]:
             raise RunError(
-                f"{where}: fingerprint {data['fingerprint']} does not belong to its hf_config and plan "
-                f"({run.fingerprint}); the file was edited. Start a new run in an empty store"
+                f"{where}: fingerprint {data['fingerprint']} does not belong to its hf_config, plan and "
+                f"tokenizer ({run.fingerprint}); the file was edited. Start a new run in an empty store"
             )
         return run
 
@@ -112,9 +119,9 @@ def load(store: Store) -> RunInfo | None:
 
 
 def create_or_join(store: Store, run: RunInfo) -> RunInfo:
-    """Creates `run`, or joins the one that is there if model and quantisation are the same.
+    """Creates `run`, or joins the one that is there if model, quantisation and tokenizer are the same.
 
-    The id, tokenizer and incarnation of an existing run are kept. Raises `RunError` if its model differs.
+    The id and incarnation of an existing run are kept. Raises `RunError` naming what differs.
     """
     if store.create_json(RUN_KEY, run.to_json()):
         return run
@@ -124,10 +131,23 @@ def create_or_join(store: Store, run: RunInfo) -> RunInfo:
     if existing.fingerprint != run.fingerprint:
         raise RunError(
             f"{store.url}{RUN_KEY}: holds run {existing.run_id}, fingerprint {existing.fingerprint}; this "
-            f"trainer has {run.fingerprint}: another model configuration or quantization plan. Use the "
-            "configuration of that run, or an empty store for a new one"
+            f"trainer has {run.fingerprint}: another {_difference(existing, run)}. Use that of the run, or "
+            "an empty store for a new one"
         )
     return existing
+
+
+def _difference(found: RunInfo, mine: RunInfo) -> str:
+    """What of two runs differs, in words."""
+    if found.hf_config != mine.hf_config:
+        keys = found.hf_config.keys() | mine.hf_config.keys()
+        different = sorted(key for key in keys if found.hf_config.get(key) != mine.hf_config.get(key))
+        return f"model configuration ({', '.join(different)})"
+    if found.plan != mine.plan:
+        return "quantization plan"
+    names = found.tokenizer.keys() | mine.tokenizer.keys()
+    different = sorted(name for name in names if found.tokenizer.get(name) != mine.tokenizer.get(name))
+    return f"tokenizer ({', '.join(different)})"
 
 
 def move_incarnation(store: Store, incarnation: int) -> RunInfo:

@@ -28,7 +28,7 @@ SHARD_BYTES = 4 << 30
 def materialize(
     view: MirrorView, directory: Path, engine_format: EngineFormat, *, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Writes ``directory/<version>-<incarnation>-<format>/`` and returns it; an existing one is kept.
+    """Writes ``directory/<version>-<incarnation>-<manifest>-<format>/`` and returns it, new or there already.
 
     engine_format: "fp8" stores the canonical codes and scales with a quantization_config; "bf16" stores the
         dequantised weights, exactly.
@@ -38,7 +38,7 @@ def materialize(
     if engine_format not in ("fp8", "bf16"):
         raise ValueError(f"engine_format: {engine_format!r} is not 'fp8' or 'bf16'")
     ref = view.state.ref
-    target = directory / f"{ref.version:08d}-{ref.incarnation:06d}-{engine_format}"
+    target = directory / f"{ref.version:08d}-{ref.incarnation:06d}-{ref.hash[:12]}-{engine_format}"
     stamp = {
         "run_id": view.run.run_id,
         "version": ref.version,

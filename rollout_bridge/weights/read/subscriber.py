@@ -84,6 +84,7 @@ class Subscriber:
         self._turn: dict[str, int] = {}  # tensor -> number of the update its bytes were last digested in
         self._updates = 0
         self._manifests: dict[ManifestRef, Manifest] = {}
+        self._related: tuple[ManifestRef, ManifestRef] | None = None  # held and head, of one chain
         self._run: RunInfo | None = None
 
     def close(self) -> None:
@@ -149,6 +150,7 @@ class Subscriber:
             if latest is None or latest.manifest is None:
                 return None
             target = latest.version if version is None else min(version, latest.version)
+            self._check_lineage(joined, latest, target)
             if target <= (self.mirror.version or 0):  # the first version is 1
                 return None
             try:
@@ -161,6 +163,40 @@ class Subscriber:
                 self._check_held(error)
                 self._quarantine(error)
         raise failure or RuntimeError("unreachable")
+
+    def _check_lineage(self, joined: RunInfo, latest: Latest, target: int) -> None:
+        """Empties the mirror if it has reached `target` on another chain than the one to the head.
+
+        A copied or restored store goes on from an earlier version, with the same numbers for other weights.
+        A head that is older than the mirror and leads to it is only stale.
+        """
+        state, head = self.mirror.state, latest.manifest
+        if state is None or head is None or target > state.ref.version or (state.ref, head) == self._related:
+            return
+        stale = head.version < state.ref.version
+        newer, older = (state.ref, head) if stale else (head, state.ref)
+        try:
+            ref: ManifestRef | None = newer
+            while ref is not None and ref.version > older.version:
+                if ref not in self._manifests:
+                    self._cache({ref: chain.read_manifest(self.store, ref, joined)})
+                ref = self._manifests[ref].parent
+        except BrokenVersion:
+            ref = None if stale else older  # the way from the head may be damaged; what leads to it is there
+        if ref == older:
+            self._related = (state.ref, head)
+            return
+        logger.error(
+            "mirror %s: version %d (incarnation %d) is of another chain than version %d (incarnation %d) of "
+            "%s, as after the copy or the restoring of a store. It is fetched again",
+            self.mirror.directory,
+            state.ref.version,
+            state.ref.incarnation,
+            head.version,
+            head.incarnation,
+            self.store.url,
+        )
+        self.mirror.reset()
 
     def _plan(self, joined: RunInfo, latest: Latest, target: int) -> list[Link]:
         """Versions to apply, oldest first; ends at `target` or before the first broken one."""
@@ -193,8 +229,12 @@ class Subscriber:
         links = chain.walk(
             self.store, head, joined, held=held, cache=self._manifests, avoid=self.broken.keys()
         )
-        self._manifests = dict(list(self._manifests.items())[-_CACHED_MANIFESTS:])
+        self._cache({})
         return links
+
+    def _cache(self, read: dict[ManifestRef, Manifest]) -> None:
+        """Keeps the manifests read last."""
+        self._manifests = dict(list((self._manifests | read).items())[-_CACHED_MANIFESTS:])
 
     def _move(self, joined: RunInfo, links: list[Link]) -> Update:
         first, last = links[0], links[-1]

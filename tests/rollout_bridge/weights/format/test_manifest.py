@@ -119,7 +119,11 @@ def test_a_run_is_created_once_and_joined_by_the_same_model(tmp_path):
     assert joined.run_id == first.run_id and joined == first
     assert runs.load(store) == first
     other = runs.RunInfo.new(tiny.CONFIG | {"rope_theta": 1.0}, first.plan)
-    with pytest.raises(RunError, match="another model configuration or quantization plan"):
+    with pytest.raises(RunError, match=r"another model configuration \(rope_theta\)"):
+        runs.create_or_join(store, other)
+    other = runs.RunInfo.new(tiny.CONFIG, first.plan, tokenizer={"tokenizer.json": '{"version": "1.1"}'})
+    assert other.fingerprint != first.fingerprint, "the same token id would mean another text"
+    with pytest.raises(RunError, match=r"another tokenizer \(tokenizer\.json\)"):
         runs.create_or_join(store, other)
 
 
@@ -136,7 +140,7 @@ def test_the_incarnation_only_rises(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 9}, "format_version is 9, this program reads 1"),
+        ({"format_version": 9}, "format_version is 9, this program reads 2"),
         ({"hf_config": []}, "hf_config is"),
         ({"hf_config": {}}, "hf_config: model_type: None is not a name"),
         (
@@ -145,7 +149,7 @@ def test_the_incarnation_only_rises(tmp_path):
         ),
         ({"tokenizer": {"../x": "y"}}, "plain file names"),
         ({"quantization_plan": {}}, "quantization_plan"),
-        ({"fingerprint": "0"}, "does not belong to its hf_config and plan"),
+        ({"fingerprint": "0"}, "does not belong to its hf_config, plan and tokenizer"),
     ],
 )
 def test_a_wrong_run_is_refused(change, message):
