@@ -1,7 +1,8 @@
 """What trainer and fleet tell each other through the store: records, their keys, and how each is checked.
 
-The trainer writes `RunState`, `Credits` and `EvaluationRequest`; the fleet answers with `EvaluationResult`
-and `Ack`. A record was written by another process, so `read` checks its fields and that it is at its key.
+The trainer writes `RunState`, `Credits`, `Refusals` and `EvaluationRequest`; the fleet answers with
+`EvaluationResult` and `Ack`. A record was written by another process, so `read` checks its fields and that
+it is at its key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 STATE_KEY = "control/state.json"
 CREDITS_KEY = "control/credits.json"
+CONTRACT_KEY = "control/contract.json"
+REFUSALS_PREFIX = "control/refused/"
 EVALUATIONS_PREFIX = "control/evaluations/"
 RESULTS_PREFIX = "evaluations/"
 ACKS_PREFIX = "weights/acks/"
@@ -33,7 +36,9 @@ class RecordError(StoreError):
     """A record in the store is not what its key must hold. Names the key, each wrong field and its value."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A record of the store; a kind of record is a subclass."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @property
@@ -64,10 +69,10 @@ class _Record(BaseModel):
         return record
 
 
-Record = TypeVar("Record", bound=_Record)
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-class RunState(_Record):
+class RunState(Record):
     """Where the trainer is. phase: the recipe's name for it, or `FINISHED`: workers and agents then leave.
 
     rl_step: RL steps taken. version: the newest published. time: of writing, unix seconds.
@@ -88,7 +93,7 @@ class RunState(_Record):
         return self.phase == FINISHED
 
 
-class Credits(_Record):
+class Credits(Record):
     """How far workers may go: prompt indices below `groups` may be claimed."""
 
     groups: _Count
@@ -98,7 +103,20 @@ class Credits(_Record):
         return CREDITS_KEY
 
 
-class EvaluationRequest(_Record):
+class Refusals(Record):
+    """Segments of `writer` that the trainer did not take. segment, reason: of the last one."""
+
+    writer: _Name
+    segments: _Count
+    segment: str
+    reason: str
+
+    @property
+    def key(self) -> str:
+        return f"{REFUSALS_PREFIX}{self.writer}.json"
+
+
+class EvaluationRequest(Record):
     """Held-out prompts [start, stop), to be answered greedily by exactly policy `version`.
 
     The agent of the worker that claimed it serves that version until there is a result, or until the request
@@ -132,7 +150,7 @@ class EvaluationRequest(_Record):
         return f"{RESULTS_PREFIX}{self.id}/claim.json"
 
 
-class EvaluationClaim(_Record):
+class EvaluationClaim(Record):
     """The lease of the worker that answers request `id`; over when unchanged for `lease_seconds`.
 
     agent: which keeps its engine at the version meanwhile; "" if that is not known.
@@ -149,7 +167,7 @@ class EvaluationClaim(_Record):
         return f"{RESULTS_PREFIX}{self.id}/claim.json"
 
 
-class EvaluationResult(_Record):
+class EvaluationResult(Record):
     """The answer to the request `id`. The means are over `count` valid rows, None where there is none.
 
     failed: rows of other status. components: mean of each reward component. error: why nothing was generated.
@@ -172,7 +190,7 @@ class EvaluationResult(_Record):
         return f"{RESULTS_PREFIX}{self.id}/result.json"
 
 
-class Ack(_Record):
+class Ack(Record):
     """What an agent serves, and how it fares since its start. version: None before the first.
 
     pause_ms: of the last updates, without tokens. verified_tensors: digests that matched. fallbacks: to a
@@ -198,13 +216,13 @@ class Ack(_Record):
         return f"{ACKS_PREFIX}{self.agent}.json"
 
 
-def read(store: Store, kind: type[Record], key: str) -> Record | None:
+def read(store: Store, kind: type[AnyRecord], key: str) -> AnyRecord | None:
     """The record at `key`, None if absent. Raises `RecordError` naming what is wrong with it."""
     data = store.read(key)
     return None if data is None else kind.parse(key, data)
 
 
-def readable(store: Store, kind: type[Record], prefix: str) -> Iterator[Record]:
+def readable(store: Store, kind: type[AnyRecord], prefix: str) -> Iterator[AnyRecord]:
     """Every record of `kind` below `prefix`. One that is not well formed is logged and left out."""
     for key in store.list(prefix):
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.data.environments import environment_spec
+from jaxtrain.data.environments import contract_of, environment_spec
 from rollout_bridge import architectures
 from rollout_bridge.agent import AgentSettings, SyncAgent, agent_name
 from rollout_bridge.engines.protocol import KvPolicy, RolloutEngine, UpdateMode
@@ -61,7 +61,15 @@ async def run_worker(config: AsyncGrpoConfig, environment: Environment, worker_i
     embedded = config.rollouts.engine == "embedded"
     agent_id = agent_name(own, worker_id) if embedded else serving_agent(config)
     worker = RolloutWorker(
-        store, engine, environment, tokenizer, scoring_pool(config), settings, worker_id, agent=agent_id
+        store,
+        engine,
+        environment,
+        tokenizer,
+        scoring_pool(config),
+        settings,
+        worker_id,
+        agent=agent_id,
+        contract=contract_of(config, environment, run.hf_config),
     )
     try:
         if embedded:

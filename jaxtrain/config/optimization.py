@@ -272,7 +272,7 @@ class EvaluationSection(Section):
 
 class FailureSection(Section):
     max_nonfinite_steps: NonNegativeInt = setting(
-        3, "steps skipped for a non-finite loss or gradient before the run stops", resumable=True
+        3, "steps in a row skipped for a non-finite loss or gradient before the run stops", resumable=True
     )
     store_patience_s: PositiveFloat = setting(
         3600.0,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
 from jaxtrain.data.tokenizer import PROMPTS
-from rollout_bridge.rollouts.environments.base import Environment
+from rollout_bridge import architectures
+from rollout_bridge.rollouts.environments.base import REWARD_RANGE, Environment
 from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.rollouts.transcript import prompt_ids
+from rollout_bridge.trajectories.contract import Contract
 
 
 def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpec:
@@ -26,6 +30,25 @@ def environment_spec(config: ExperimentConfig, **options: Any) -> EnvironmentSpe
 def open_environment(config: ExperimentConfig, **options: Any) -> Environment:
     """The training split. Raises `EnvironmentConfigError` for invalid options."""
     return environment_spec(config, **options).create()
+
+
+def contract_of(config: AsyncGrpoConfig, environment: Environment, hf_config: Mapping[str, Any]) -> Contract:
+    """What every trajectory of the run keeps. hf_config: config.json of the run."""
+    spec = environment_spec(config)
+    low, high = getattr(environment, "reward_range", REWARD_RANGE)
+    return Contract(
+        environment={
+            "name": spec.name,
+            "options": json.loads(json.dumps(dict(spec.options), default=str)),
+            "seed": spec.seed,
+        },
+        group_size=config.rollouts.group_size,
+        temperature=config.rollouts.temperature,
+        vocabulary=hf_config["vocab_size"],
+        max_tokens=config.batch.sequence_length,
+        num_experts=architectures.read(dict(hf_config)).n_routed_experts,
+        reward_range=(float(low), float(high)),
+    )
 
 
 def check_prompts_fit(config: AsyncGrpoConfig, environment: Environment, tokenizer: Any) -> None:

@@ -20,7 +20,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     loss, reward, lag, delta = axes.flat
     # The RL loss stays near zero whatever is learnt, so only the warm start's loss is drawn.
     _plot(loss, [row for row in rows if row["phase"] == "warm_start"], "loss", label="next token")
-    _plot(reward, rows, "reward_mean", label="of trained groups")
+    _plot(reward, rows, "reward_mean", label="of all trajectories")
+    _plot(reward, rows, "reward_exact", label="exact, of all trajectories")
+    _plot(reward, rows, "truncated_fraction", label="cut off, of all trajectories")
     _plot(lag, rows, "lag_mean", label="mean")
     _plot(lag, rows, "lag_max", label="max")
     deltas = [row for row in rows if row.get("delta_reference_bytes")]  # full versions have no reference

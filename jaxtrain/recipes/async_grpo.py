@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jaxtrain.config.schema import AsyncGrpoConfig
-from jaxtrain.data.environments import check_prompts_fit, open_environment
+from jaxtrain.data.environments import check_prompts_fit, contract_of, open_environment
 from jaxtrain.data.sources.plans import discard_plans
 from jaxtrain.publishing.evaluations import Evaluations, announce
 from jaxtrain.publishing.publication import open_publishing
@@ -20,6 +20,8 @@ from jaxtrain.training.loop import run_phase
 from jaxtrain.training.run import open_run
 from rollout_bridge.control import FINISHED, WARM_START
 from rollout_bridge.store import Store
+from rollout_bridge.trajectories.contract import create_or_compare
+from sharding import processes
 
 
 def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int | None = None) -> None:
@@ -32,7 +34,10 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(config, run_dir))
         store = opened.patient(store)
-        check_prompts_fit(config, open_environment(config), opened.start.tokenizer)
+        environment = open_environment(config)
+        check_prompts_fit(config, environment, opened.start.tokenizer)
+        if processes.process_index() == 0:
+            create_or_compare(store, contract_of(config, environment, opened.start.hf_config))
         policy = stack.enter_context(open_publishing(opened, store))
         evaluations = Evaluations(store, config.evaluation)
         rl = reinforcement(opened, store, policy, evaluations)  # before the warm start: it may be refused

@@ -22,7 +22,9 @@ class PhaseProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """step: optimizer steps of all phases. nonfinite: steps skipped. phases: those that began, by name."""
+    """step: optimizer steps of all phases. nonfinite: of the last ones, how many were skipped, one after
+    another. phases: those that began, by name.
+    """
 
     step: int = 0
     nonfinite: int = 0
@@ -42,7 +44,7 @@ class Progress:
         return replace(
             self,
             step=self.step + 1,
-            nonfinite=self.nonfinite + (not finite),
+            nonfinite=0 if finite else self.nonfinite + 1,
             phases={**self.phases, phase: after},
         )
 

@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 
 class TooManyNonFinite(ExpectedError):
-    """More steps than failure.max_nonfinite_steps had a non-finite loss or gradient."""
+    """More steps in a row than failure.max_nonfinite_steps had a non-finite loss or gradient."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class Run:
         log.warning("step %d skipped: its loss or gradient is not finite", progress.step)
         if progress.nonfinite > limit:
             raise TooManyNonFinite(
-                f"step {progress.step}: {progress.nonfinite} steps had a non-finite loss or gradient, "
-                f"more than failure.max_nonfinite_steps {limit}; lower the learning rate, or look at the "
-                "data of this step"
+                f"step {progress.step}: {progress.nonfinite} steps in a row had a non-finite loss or "
+                f"gradient, more than failure.max_nonfinite_steps {limit}; lower the learning rate, or "
+                "look at the data of this step"
             )
 
 

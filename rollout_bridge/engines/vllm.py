@@ -99,7 +99,12 @@ class VllmEngine:
         """
         if self._failure:
             raise EngineError(self._failure)
-        return list(await asyncio.gather(*(self._complete(request) for request in requests)))
+        try:
+            async with asyncio.TaskGroup() as together:  # an error cancels the others
+                tasks = [together.create_task(self._complete(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def update(self, update: Update) -> UpdateReport:
         """Serve the version of `update` from now on. Raises `EngineError`; the engine is then unhealthy."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from rollout_bridge.engines.protocol import (
     Request,
     VersionSpan,
 )
+
+logger = logging.getLogger(__name__)
 
 NOT_A_LOGPROB = -9999.0
 UNVERSIONED = "default"
@@ -162,11 +165,20 @@ def _spans(raw: Sequence[Mapping[str, Any]], tokens: int, where: str) -> tuple[V
 def _routed_experts(encoded: str | None, tokens: int, moe_layers: Sequence[int] | None) -> np.ndarray | None:
     """int16 [prompt + T, MoE layers, k] of the server's base64 .npy [prompt + T - 1, all layers, k].
 
-    The last token was never an input, and dense layers have rows too.
+    The last token was never an input, and dense layers have rows too. None for another shape: rows of a
+    part of the tokens do not say of which.
     """
     if encoded is None or moe_layers is None:
         return None
     rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if rows.ndim != 3 or len(rows) != tokens - 1 or rows.shape[1] <= max(moe_layers, default=-1):
+        logger.warning(
+            "vLLM sent routed experts %s, expected [%d, at least %d layers, k]; they are left out",
+            list(rows.shape),
+            tokens - 1,
+            max(moe_layers, default=-1) + 1,
+        )
+        return None
     experts = np.full((tokens, len(moe_layers), rows.shape[2]), -1, dtype=np.int16)
-    experts[: len(rows)] = rows[:tokens, list(moe_layers)]
+    experts[: len(rows)] = rows[:, list(moe_layers)]
     return experts

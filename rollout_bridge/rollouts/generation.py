@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout_bridge.engines.protocol import Completion, EngineError, FinishReason, Request, RolloutEngine
+from rollout_bridge.engines.routing import implausible
 from rollout_bridge.rollouts.settings import WorkerError
 from rollout_bridge.waiting import wait_for_async
 
@@ -101,6 +102,7 @@ async def generate(
             async with asyncio.timeout(caller.timeout_seconds):
                 [completion] = await engine.generate([asked])
             check_completion(completion, asked, engine=engine.name)
+            completion = without_implausible_experts(completion, asked, engine=engine.name)
         except (EngineError, TimeoutError, ValueError) as error:
             now = time.monotonic()
             failing_since = now if failing_since is None else failing_since
@@ -155,10 +157,15 @@ def check_completion(completion: Completion, request: Request, *, engine: str) -
             versions == {request.exact_version},
             f"versions {versions}, asked for {request.exact_version} exactly",
         )
-    experts = completion.routed_experts
-    if experts is not None:
-        rows = len(request.prompt_ids) + tokens
-        expect(
-            experts.ndim == 3 and experts.shape[0] == rows,
-            f"routed experts {experts.shape}, expected [{rows}, L, k]",
-        )
+
+
+def without_implausible_experts(completion: Completion, request: Request, *, engine: str) -> Completion:
+    """The completion; without its experts if no router can have chosen them. They are never worth a retry."""
+    if completion.routed_experts is None:
+        return completion
+    tokens = len(request.prompt_ids) + len(completion.token_ids)
+    problem = implausible(completion.routed_experts, tokens=tokens)
+    if not problem:
+        return completion
+    logger.warning("%s: the routed experts of %s are left out: %s", engine, request.request_id, problem)
+    return replace(completion, routed_experts=None)

@@ -87,8 +87,14 @@ def message_ids(
     return after[stops[-1] + 1 if stops else len(before) :]
 
 
-def answer_text(tokenizer: Tokenizer, token_ids: Sequence[int] | np.ndarray) -> str:
-    return tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
+def answer_text(
+    tokenizer: Tokenizer, token_ids: Sequence[int] | np.ndarray, *, stop_ids: Sequence[int]
+) -> str:
+    """What was generated, special tokens included, without the token that ended it."""
+    tokens = [int(token) for token in token_ids]
+    if tokens and tokens[-1] in stop_ids:
+        tokens.pop()
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 @dataclass(kw_only=True)
@@ -128,7 +134,10 @@ class Transcript:
     @property
     def answer(self) -> Answer:
         """The policy's text so far."""
-        texts = tuple(answer_text(self.tokenizer, completion.token_ids) for completion in self.completions)
+        texts = tuple(
+            answer_text(self.tokenizer, completion.token_ids, stop_ids=self.stop_ids)
+            for completion in self.completions
+        )
         return Answer(
             text=texts[-1] if texts else "",
             turns=texts,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from rollout_bridge.control import CREDITS_KEY, WARM_START, read_state
+from rollout_bridge.control import CREDITS_KEY, REFUSALS_PREFIX, WARM_START, Refusals, read, read_state
 from rollout_bridge.engines.protocol import Purpose, RolloutEngine
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.episode import Policy, Sampling, play
@@ -29,11 +29,14 @@ from rollout_bridge.rollouts.transcript import Origin, Tokenizer
 from rollout_bridge.store import Store
 from rollout_bridge.threads import finished_in_thread
 from rollout_bridge.trajectories.claims import Claim, ClaimBook
+from rollout_bridge.trajectories.contract import Contract, compare
 from rollout_bridge.trajectories.log import SegmentWriter
 from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.waiting import Unchanged
 
 logger = logging.getLogger(__name__)
+
+REFUSED_SEGMENTS = 3  # so many, and more than half of all, end the worker
 
 
 @dataclass
@@ -62,6 +65,7 @@ class RolloutWorker:
     worker_id: a name for people; its writer id is that and a random suffix, new at each start.
     stop_ids: taken from the tokenizer if the settings name none.
     agent: keeps the engine at a version, for evaluations; "" if that is not known.
+    contract: of its trajectories; that of the store's run must be the same.
     clock: monotonic seconds, for leases.
     """
 
@@ -76,6 +80,7 @@ class RolloutWorker:
         worker_id: str,
         *,
         agent: str = "",
+        contract: Contract | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -99,7 +104,11 @@ class RolloutWorker:
                 "would never end"
             )
         self._stop_ids = settings.stop_ids or (int(tokenizer.eos_token_id),)
-        self._writer = SegmentWriter(store, self.writer_id)
+        if contract is not None:
+            compare(store, contract, who="worker")
+        self._writer = SegmentWriter(store, self.writer_id, contract=contract)
+        self._contract = contract
+        self._refused = 0  # segments
         self._book = ClaimBook(
             store,
             self.writer_id,
@@ -222,7 +231,7 @@ class RolloutWorker:
     async def _group(self, index: int, attempt: int) -> list[Trajectory]:
         """A group of episodes of prompt `index`."""
         settings = self._settings
-        return await play(
+        rows = await play(
             self._environment,
             index % self._environment.size,
             [partial(self._policy, index, attempt, member) for member in range(settings.group_size)],
@@ -230,6 +239,7 @@ class RolloutWorker:
             tries=settings.task_tries,
             created_at=time.time,
         )
+        return rows if self._contract is None else list(map(self._contract.with_reward_in_range, rows))
 
     def _policy(self, index: int, attempt: int, member: int, number: int) -> Policy:
         """The policy for the n-th try of an episode."""
@@ -303,10 +313,26 @@ class RolloutWorker:
         self._written_groups += len(batch)
         self._written_segments += 1
 
+    async def _heed_refusals(self) -> None:
+        """Logs that the trainer did not take a segment. Raises `WorkerError` once it takes too few."""
+        key = f"{REFUSALS_PREFIX}{self.writer_id}.json"
+        record = await asyncio.to_thread(read, self._store, Refusals, key)
+        if record is None or record.segments <= self._refused:
+            return
+        self._refused = record.segments
+        logger.error("the trainer did not take %s: %s", record.segment, record.reason)
+        if self._refused >= REFUSED_SEGMENTS and 2 * self._refused > self._written_segments:
+            raise WorkerError(
+                f"the trainer did not take {self._refused} of {self._written_segments} segments of "
+                f"{self.writer_id}; of {record.segment} it says: {record.reason}. Start this worker with the "
+                "run's config and version of the program"
+            )
+
     async def _keep_leases(self) -> None:
         """Renews every claim at a third of its lease; cancels work on claims that another worker took."""
         while True:
             await asyncio.sleep(self._settings.lease_seconds / 3)
+            await self._heed_refusals()
             for start, held in list(self._held.items()):
                 async with self._moves:
                     if self._held.get(start) is not held:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout_bridge.control import CONTRACT_KEY, read
+from rollout_bridge.engines.protocol import FinishReason
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
+from rollout_bridge.trajectories.contract import Contract
 from rollout_bridge.trajectories.schema import Status, Trajectory, group_id
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,8 @@ class TrajectoryRef:
     """What selection needs to know of one trajectory, and where its row is.
 
     tokens: all of them, prompt included; version_counts: (version, trainable tokens of it), ascending.
-    routed_experts: (MoE layers, k) of what the engine sent, None if nothing.
+    routed_experts: (MoE layers, k) of what the engine sent, None if nothing. rewards: components by name.
+    truncated: by a limit of tokens.
     """
 
     segment: str
@@ -49,6 +53,8 @@ class TrajectoryRef:
     status: Status
     created_at: float
     routed_experts: tuple[int, ...] | None = None
+    rewards: tuple[tuple[str, float], ...] = ()
+    truncated: bool = False
 
     @property
     def trainable_tokens(self) -> int:
@@ -78,28 +84,33 @@ def reference(trajectory: Trajectory, *, segment: str, row: int) -> TrajectoryRe
         routed_experts=None
         if trajectory.routed_experts is None
         else tuple(trajectory.routed_experts.shape[1:]),
+        rewards=tuple(sorted(trajectory.rewards.items())),
+        truncated=trajectory.finish_reason == FinishReason.LENGTH,
     )
 
 
 class SegmentWriter:
     """Appends immutable segments under one writer id.
 
-    A second writer with the same id continues its sequence and overwrites nothing. Raises `ValueError` for
-    an id that is not letters, digits, `._-`.
+    A second writer with the same id continues its sequence and overwrites nothing. contract: goes into every
+    segment. Raises `ValueError` for an id that is not letters, digits, `._-`.
     """
 
-    def __init__(self, store: Store, writer_id: str) -> None:
+    def __init__(self, store: Store, writer_id: str, *, contract: Contract | None = None) -> None:
         if not _WRITER.fullmatch(writer_id):
             raise ValueError(f"writer id {writer_id!r} must be letters, digits and ._- (it is part of a key)")
         self.writer_id = writer_id
         self._store = store
+        self._contract = None if contract is None else contract.to_json()
+        self._parts: set[str] = set()  # groups that an append which failed has written
         written = [key for key in store.list(f"{PREFIX}{writer_id}/") if _KEY.fullmatch(key)]
         self._sequence = 1 + int(written[-1][-16:-8]) if written else 0
 
     def append(self, trajectories: Sequence[Trajectory]) -> str:
         """Writes whole groups as the next segment and returns its key; durable when it returns.
 
-        After an error of the store the same call may be made again: the groups are then in the log once.
+        More than a reader takes goes into several; the key is the last one's. After an error of the store the
+        same call may be made again: the groups are then in the log once.
         Raises `segment.SegmentError` for a trajectory that breaks the schema, before anything is written.
         """
         for trajectory in trajectories:
@@ -108,15 +119,32 @@ class SegmentWriter:
                     f"{trajectory.trajectory_id} has purpose {trajectory.purpose!r}: the training "
                     "log takes 'train' only"
                 )
-        while True:
+        key = self._append([t for t in trajectories if t.group_id not in self._parts])
+        self._parts.clear()
+        return key
+
+    def _append(self, trajectories: Sequence[Trajectory]) -> str:
+        while trajectories:
             key = segment_key(self.writer_id, self._sequence)
-            data = segment.encode(trajectories, writer=self.writer_id, sequence=self._sequence)
+            try:
+                data = segment.encode(
+                    trajectories, writer=self.writer_id, sequence=self._sequence, contract=self._contract
+                )
+            except segment.SegmentTooLarge:
+                groups = list(dict.fromkeys(t.group_id for t in trajectories))
+                if len(groups) == 1:
+                    raise
+                first = set(groups[: len(groups) // 2])
+                self._append([t for t in trajectories if t.group_id in first])
+                return self._append([t for t in trajectories if t.group_id not in first])
             # After an error the sequence stands: tried again, the same groups are found where they arrived.
             written = self._store.create(key, data) or self._store.read(key) == data
             self._sequence += 1
             if written:
+                self._parts.update(t.group_id for t in trajectories)
                 return key
             logger.warning("%s exists already: another process writes as %s", key, self.writer_id)
+        return segment_key(self.writer_id, self._sequence - 1)
 
 
 def read_segment(store: Store, key: str) -> list[Trajectory]:
@@ -144,6 +172,7 @@ class LogReader:
     """Reads what has arrived since the last poll.
 
     skip: segment keys not to read at all (everything in them is settled already).
+    Rows are judged by the schema, and by the run's contract where the store has one.
     quarantined: bad segments by key, with what is wrong with them; never read again.
     quarantined_groups: ids of the groups that readable footers of bad segments call finished.
     segment_rows: rows of each good segment read so far. unreadable: bad segments that do not say which groups
@@ -156,10 +185,12 @@ class LogReader:
     quarantined_groups: set[str] = field(default_factory=set)
     segment_rows: dict[str, int] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)
+    contract: Contract | None = None
 
     def poll(self) -> list[TrajectoryRef]:
         """Trajectories of new segments, in key order. A bad segment is quarantined and raises nothing."""
         refs: list[TrajectoryRef] = []
+        self.contract = self.contract or read(self.store, Contract, CONTRACT_KEY)
         for key in self.store.list(PREFIX):
             if key in self.segment_rows or key in self.quarantined or key in self.skip:
                 continue
@@ -172,6 +203,10 @@ class LogReader:
             if not _KEY.fullmatch(key):
                 raise segment.SegmentError("its key is not trajectories/<writer>/<8 digits>.parquet")
             trajectories = decode_training(data)
+            if self.contract is not None:
+                problem = self.contract.problem_of_segment(trajectories, segment.contract_of(data))
+                if problem:
+                    raise segment.SegmentError(problem)
         except segment.SegmentError as error:
             self.quarantined[key] = str(error)
             groups = _claimed_groups(data)
@@ -188,6 +223,15 @@ class LogReader:
             return []
         self.segment_rows[key] = len(trajectories)
         return [reference(trajectory, segment=key, row=row) for row, trajectory in enumerate(trajectories)]
+
+
+def by_writer(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Segment keys of each writer, in order. Keys that name none are left out."""
+    found: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        if _KEY.fullmatch(key):
+            found.setdefault(key.split("/")[1], []).append(key)
+    return found
 
 
 def _claimed_groups(data: bytes) -> list[str]:

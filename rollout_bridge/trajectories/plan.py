@@ -73,6 +73,8 @@ class Plan:
     quarantined: bad segments known when it was made, with what is wrong. segment_rows: rows of every segment
         named.
     cursor: length bin the next plan draws from first.
+    settled: sums over the valid trajectories that the plan trains or drops, copies left out: "trajectories",
+        "truncated", "reward", and "reward/<component>".
     """
 
     step: int
@@ -84,6 +86,7 @@ class Plan:
     quarantined: Mapping[str, str] = field(default_factory=dict)
     segment_rows: Mapping[str, int] = field(default_factory=dict)
     lags: tuple[tuple[int, int], ...] = ()
+    settled: Mapping[str, float] = field(default_factory=dict)
 
     def lag(self, version: int) -> int:
         """Of a token of `version`, in optimizer steps; of a version not in `lags`, one step a version."""
@@ -111,6 +114,7 @@ class Plan:
                 "quarantined": dict(self.quarantined),
                 "segment_rows": dict(self.segment_rows),
                 "lags": self.lags,
+                "settled": dict(self.settled),
             },
             sort_keys=True,
             separators=(",", ":"),

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from rollout_bridge.control import Refusals
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories.claims import grant, read_claims
 from rollout_bridge.trajectories.gate import Lag
-from rollout_bridge.trajectories.log import LogReader, TrajectoryRef
+from rollout_bridge.trajectories.log import LogReader, TrajectoryRef, by_writer
 from rollout_bridge.trajectories.plan import Plan, PlanError, create_plan, plan_key, plan_steps, read_plan
 from rollout_bridge.trajectories.schema import group_id
 from rollout_bridge.trajectories.selection import Selection, SelectionSettings, SelectionState, select
@@ -127,7 +128,11 @@ class Planner:
     def _select(self, step: int, version: int, lag: Lag | None) -> Selection:
         # Claims before the log: a claim is completed after its segments are written.
         complete = self._complete_groups() if self._reader.unreadable else set()
-        for ref in self._reader.poll():
+        known = len(self._reader.quarantined)
+        arrived = self._reader.poll()
+        if len(self._reader.quarantined) > known:
+            self._refuse()
+        for ref in arrived:
             self._groups.setdefault(ref.group_id, []).append(ref)
             self._seen.add(ref.group_id)
         self._lost = complete - self._seen
@@ -141,6 +146,13 @@ class Planner:
             segment_rows=self._reader.segment_rows,
             quarantined=self._reader.quarantined,
         )
+
+    def _refuse(self) -> None:
+        """Tells each writer how many of its segments were not taken, and why the last one was not."""
+        for writer, keys in by_writer(self._reader.quarantined).items():
+            reason = self._reader.quarantined[keys[-1]]
+            record = Refusals(writer=writer, segments=len(keys), segment=keys[-1], reason=reason)
+            self._store.put_json(record.key, record.to_json())
 
     def _commit(self, plan: Plan, lag: Lag | None) -> Plan:
         if not create_plan(self._store, plan):

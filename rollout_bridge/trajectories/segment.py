@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,47 @@ _AS_THEY_ARE = [
 ]
 
 
+# What a segment may lack that a worker of another version wrote. Columns that are not known are not read.
+_DEFAULTS: dict[str, Any] = {
+    "max_tokens": 0,
+    "finish_reason": "",
+    "kv_policy": "",
+    "rewards": [],
+    "engine": "",
+    "worker": "",
+    "generate_seconds": 0.0,
+    "purpose": "train",
+    "routed_experts": None,
+    "routed_experts_shape": None,
+    "metadata": [],
+}
+
+
 class SegmentError(ExpectedError, ValueError):
     """These bytes are not a good segment; the message says what was found and what was expected."""
 
 
-def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) -> bytes:
-    """Parquet bytes (zstd) of whole groups, the same for the same trajectories. Raises `SegmentError`."""
+class SegmentTooLarge(SegmentError):
+    """More than a reader takes; write the groups as several segments."""
+
+
+def encode(
+    trajectories: Sequence[Trajectory],
+    *,
+    writer: str,
+    sequence: int,
+    contract: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Parquet bytes (zstd) of whole groups, the same for the same trajectories.
+
+    contract: of the writer, for its readers. Raises `SegmentError`, `SegmentTooLarge` for more than a reader
+    takes.
+    """
     _check_groups(trajectories)
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, row)
+    if len(trajectories) > MAX_ROWS:
+        raise SegmentTooLarge(f"{len(trajectories)} rows, a reader takes at most {MAX_ROWS}")
     columns: dict[str, list[object]] = {field.name: [] for field in SCHEMA}
     for t in trajectories:
         for name in _AS_THEY_ARE:
@@ -99,11 +131,19 @@ def encode(trajectories: Sequence[Trajectory], *, writer: str, sequence: int) ->
             "writer": writer,
             "sequence": str(sequence),
             "finished": json.dumps(sorted({t.prompt_index for t in trajectories})),
+            **({} if contract is None else {"contract": json.dumps(contract, sort_keys=True)}),
         }
     )
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    return sink.getvalue()
+    data = sink.getvalue()
+    if (size := _uncompressed(pq.read_metadata(io.BytesIO(data)))) > MAX_UNCOMPRESSED_BYTES:
+        raise SegmentTooLarge(f"{size} bytes uncompressed, a reader takes at most {MAX_UNCOMPRESSED_BYTES}")
+    return data
+
+
+def _uncompressed(metadata: Any) -> int:
+    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
 
 
 def decode(data: bytes) -> list[Trajectory]:
@@ -111,7 +151,9 @@ def decode(data: bytes) -> list[Trajectory]:
     parquet = _open(data)
     finished = _finished(parquet)
     try:
-        table = parquet.read()
+        table = _completed(
+            parquet.read(columns=[name for name in parquet.schema_arrow.names if name in SCHEMA.names])
+        )
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SegmentError(f"the data pages do not decode: {error}") from error
     try:
@@ -127,6 +169,27 @@ def decode(data: bytes) -> list[Trajectory]:
             f"the footer says prompts {sorted(finished)} are finished, the rows hold {sorted(found)}"
         )
     return trajectories
+
+
+def contract_of(data: bytes) -> dict[str, Any] | None:
+    """The contract of the segment's writer, None if it has none. Raises `SegmentError`."""
+    text = (_open(data).schema_arrow.metadata or {}).get(b"contract")
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise SegmentError(f"the footer's contract is no JSON: {error}") from error
+    if not (found is None or isinstance(found, dict)):
+        raise SegmentError(f"the footer's contract is {type(found).__name__}, expected an object")
+    return found
+
+
+def _completed(table: pa.Table) -> pa.Table:
+    """With every column of `SCHEMA`, in its order."""
+    for field in SCHEMA:
+        if field.name not in table.column_names:
+            values = pa.array([_DEFAULTS[field.name]] * table.num_rows, field.type)
+            table = table.append_column(field, values)
+    return table.select(SCHEMA.names)
 
 
 def finished_prompts(data: bytes) -> tuple[int, ...]:
@@ -148,14 +211,23 @@ def _open(data: bytes) -> pq.ParquetFile:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SegmentError(f"{len(data)} bytes are not a Parquet file: {error}") from error
     metadata = parquet.metadata
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    size = _uncompressed(metadata)
     if not 0 < metadata.num_rows <= MAX_ROWS:
         raise SegmentError(f"{metadata.num_rows} rows, expected 1 to {MAX_ROWS}")
     if not 0 <= size <= MAX_UNCOMPRESSED_BYTES:
         raise SegmentError(f"{size} bytes uncompressed, expected at most {MAX_UNCOMPRESSED_BYTES}")
-    if not parquet.schema_arrow.equals(SCHEMA):
+    found = parquet.schema_arrow
+    missing = [name for name in SCHEMA.names if name not in found.names and name not in _DEFAULTS]
+    other = [
+        name
+        for name in found.names
+        if name in SCHEMA.names and found.field(name).type != SCHEMA.field(name).type
+    ]
+    if missing or other or len(set(found.names)) < len(found.names):
         raise SegmentError(
-            f"columns are {parquet.schema_arrow.names}, or of other types, expected {SCHEMA.names}"
+            f"columns {missing} are missing and {other} have other types, expected {SCHEMA}".replace(
+                "\n", ", "
+            )
         )
     return parquet
 

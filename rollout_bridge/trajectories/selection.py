@@ -26,6 +26,7 @@ from rollout_bridge.trajectories.schema import Trajectory
 
 RESERVED_REASONS = frozenset(
     [
+        "ahead_of_trainer",
         "duplicate",
         "environment_failure",
         "group_discarded",
@@ -170,6 +171,7 @@ def select(
     lag: of a version at this step, by default one for each version.
     """
     lag = lag or (lambda older: version - older)
+    refs = list(refs)
     candidates, drops = _sort_out(refs, version=version, lag=lag, state=state, settings=settings)
     drawn = _draw(candidates, settings=settings, cursor=state.cursor)
     plan = None
@@ -188,6 +190,7 @@ def select(
             drops=drops,
             quarantined=dict(quarantined or {}),
             segment_rows={key: rows for key, rows in (segment_rows or {}).items() if key in named},
+            settled=_settled(refs, rows, drops),
         )
     return Selection(
         plan=plan,
@@ -269,7 +272,12 @@ def _judge_group(
         left = [ref for ref, keep in zip(left, kept, strict=True) if keep]
     candidates = []
     for ref in left:
-        if not passes(ref.version_counts, lag=lag, gate=settings.gate):
+        newest = max((found for found, _ in ref.version_counts), default=0)
+        if newest > version + 1:
+            dropped.append(("ahead_of_trainer", ref))
+        elif newest > version:
+            continue  # published this moment, and not known here yet
+        elif not passes(ref.version_counts, lag=lag, gate=settings.gate):
             dropped.append(("stale", ref))
         elif positions(ref.tokens) > settings.sequence_length:
             dropped.append(("too_long", ref))
@@ -343,6 +351,24 @@ def _fill(order: list[tuple[_Candidate, int]], *, settings: SelectionSettings, c
         cursor=cursor,
         missed=missed,
     )
+
+
+def _settled(
+    refs: Sequence[TrajectoryRef], rows: Sequence[PlanRow], drops: Mapping[str, tuple[RowRef, ...]]
+) -> Mapping[str, float]:
+    """Sums over the valid trajectories that a plan trains or drops, so each counts once in a run."""
+    places = {row.place for row in rows}
+    for reason, dropped in drops.items():
+        places |= {row.place for row in dropped} if reason != "duplicate" else set()
+    sums: dict[str, float] = defaultdict(float)
+    for ref in refs:
+        if (ref.segment, ref.row) in places and ref.status in VALID:
+            sums["trajectories"] += 1
+            sums["truncated"] += ref.truncated
+            sums["reward"] += ref.reward
+            for name, value in ref.rewards:
+                sums[f"reward/{name}"] += value
+    return dict(sums)
 
 
 def _plan_row(candidate: _Candidate, slot: int, lag: Lag, gate: Gate) -> PlanRow:

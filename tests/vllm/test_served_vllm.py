@@ -142,7 +142,7 @@ def wait(work: Coroutine[Any, Any, T]) -> T:
 def test_the_first_update_starts_the_server_and_later_ones_do_not(host: Host) -> None:
     assert wait(host.engine.version()) is None
     report = wait(host.engine.update(host.at(4)))
-    assert (report.version, host.process.loaded) == (4, ["00000004-000001-bf16"])
+    assert (report.version, host.process.loaded) == (4, ["00000004-000001-000000000000-bf16"])
     assert host.ready == {"url": "http://127.0.0.1:8000", "pid": 101, "version": 4, "kv_policy": "keep_kv"}
     assert wait(host.engine.update(host.at(5))).pause_ms == 1.0
     assert wait(host.engine.version()) == 5
@@ -158,9 +158,9 @@ def test_a_failed_update_gives_the_server_up_and_the_next_starts_from_the_mirror
     assert host.ready is None
     assert not wait(host.engine.health()).ready
     wait(host.engine.update(host.at(5)))
-    assert host.process.loaded == ["00000004-000001-bf16", "00000005-000001-bf16"]
+    assert host.process.loaded == ["00000004-000001-000000000000-bf16", "00000005-000001-000000000000-bf16"]
     assert wait(host.engine.version()) == 5
-    assert [path.name for path in (host.state / "engine").iterdir()] == ["00000005-000001-bf16"]
+    assert [path.name for path in (host.state / "engine").iterdir()] == ["00000005-000001-000000000000-bf16"]
 
 
 def test_a_dead_server_has_no_version_and_is_started_again(host: Host) -> None:

@@ -99,6 +99,15 @@ def test_routed_experts_are_of_moe_layers_with_minus_one_for_the_token_never_fed
     assert (experts[6] == -1).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 3, 2), (7, 3, 2), (9, 3, 2), (6, 2, 2), (6, 3)])
+def test_routed_experts_of_other_tokens_or_too_few_layers_are_left_out(shape) -> None:
+    """The answer's rows alone would be laid on the prompt; the layers asked for are 1 and 2."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(shape, np.int16))
+    completion = parse(moe_layers=(1, 2), routed_experts=base64.b64encode(file.getvalue()).decode())
+    assert completion.routed_experts is None and len(completion.token_ids)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -37,7 +37,8 @@ class PackedDocuments(grain.IterDataset[Packed]):
         super().__init__()
         if not len(documents):
             raise PackingError(f"{type(documents).__name__} holds no document; nothing can be trained on")
-        self.documents, self.seed, self.spec, self.too_long = documents, seed, spec, too_long
+        self.documents, self.spec, self.too_long = documents, spec, too_long
+        self._split_seed = seed
         order = getattr(documents, "order", None)
         self.order = (
             grain.MapDataset.range(len(documents)).seed(seed).shuffle().repeat()
@@ -58,7 +59,7 @@ class PackedDocuments(grain.IterDataset[Packed]):
             if positions(len(document.tokens)) <= sequence_length:
                 kept += [document] if len(document.tokens) > 1 else []  # a single token predicts nothing
             elif self.too_long == "split":
-                kept += _split(document, sequence_length, np.random.default_rng([self.seed, position]))
+                kept += _split(document, sequence_length, np.random.default_rng([self._split_seed, position]))
             elif self.too_long == "skip":
                 skipped += 1
             else:

@@ -220,11 +220,17 @@ def document(
 
 
 def trajectory_metrics(plan: Plan, rows: Sequence[Row]) -> dict[str, float]:
-    """Reward, and lag in optimizer steps of the tokens trained on."""
+    """Of a step. reward_mean, truncated_fraction and reward_<component>: means over every valid trajectory
+    that the plan trains or drops, so over all that were made. reward_mean_trained: over the rows trained on,
+    without the groups that have no contrast. Lag is in optimizer steps, of the tokens trained on.
+    """
     lags = lags_of(np.concatenate([row.trajectory.versions[row.mask] for row in rows]), plan.lag)
     trainable = sum(int(row.trajectory.trainable.sum()) for row in rows)
     return {
-        "reward_mean": float(np.mean([row.trajectory.reward for row in rows])),
+        **_of_settled(plan),
+        **{f"dropped_{reason}": len(dropped) for reason, dropped in plan.drops.items()},
+        "quarantined_segments": len(plan.quarantined),
+        "reward_mean_trained": float(np.mean([row.trajectory.reward for row in rows])),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
         "masked_fraction": 1.0 - lags.size / max(trainable, 1),
@@ -232,3 +238,15 @@ def trajectory_metrics(plan: Plan, rows: Sequence[Row]) -> dict[str, float]:
         "mean_length": float(np.mean([len(row.trajectory.token_ids) for row in rows])),
         "plan_version": plan.version,
     }
+
+
+def _of_settled(plan: Plan) -> dict[str, float]:
+    sums = dict(plan.settled)
+    if not (count := sums.pop("trajectories", 0)):
+        return {}
+    means = {
+        "reward_mean": sums.pop("reward") / count,
+        "truncated_fraction": sums.pop("truncated") / count,
+        "settled": count,
+    }
+    return means | {name.replace("/", "_"): total / count for name, total in sorted(sums.items())}

@@ -62,6 +62,9 @@ class Score:
     detail: str = ""
 
 
+REWARD_RANGE = (-1000.0, 1000.0)  # a reward beyond it is taken for a mistake
+
+
 class Environment(Protocol):
     """Tasks of one split. Pure: the same index is the same task in every process of the run.
 
@@ -69,6 +72,8 @@ class Environment(Protocol):
     `rollout_bridge.options`); without it there are no options. The object of a worker runs episodes. Copies
     in processes that can be killed run `score`, and every method an episode calls with `policy.call`; they
     are built from the same options, and are the training split for held-out tasks too.
+
+    May have `reward_range`, (low, high), which every reward is in; `REWARD_RANGE` without it.
     """
 
     @property

@@ -84,6 +84,8 @@ class ReasoningGym:
         self.name = f"reasoning_gym/{options.task}"
         self.size = options.train_prompts
         self._reward = None if options.reward in REWARDS else reward_function(options.reward)
+        if self._reward is None:
+            self.reward_range = (0.0, 1.0)
         self._train_start = options.held_out_prompts * HELD_OUT_DRAWS
         self._dataset = _create(
             options.task, dict(options.options), seed=seed, size=self._train_start + self.size
@@ -153,7 +155,7 @@ class ReasoningGym:
         tag = self.options.answer_tag
         if tag:
             answer = f"<{tag}>{answer}</{tag}>"
-        if self._verified(task, answer).components.get("exact") != 1.0:
+        if self._verified(task, answer, ended=True).components.get("exact") != 1.0:
             raise EnvironmentConfigError(
                 f"{self.name}: task {index} states {answer!r}, which its own verifier rejects; "
                 "warm-start from another dataset, or from recorded answers"
@@ -161,8 +163,10 @@ class ReasoningGym:
         return entry["question"], answer
 
     def score(self, task: Task, answer: Answer) -> Score:
-        """Components "correct" (the dataset's score), "exact" (1 iff that is 1), and a reward function's."""
-        verified = self._verified(task, answer.text)
+        """Components "correct" (the dataset's score), "exact" (1 iff that is 1 and the answer ended), and a
+        reward function's.
+        """
+        verified = self._verified(task, answer.text, ended=answer.ended)
         if self._reward is None or verified.status is Status.ENVIRONMENT_FAILURE:
             return verified
         own = as_score(self._reward(task, answer))
@@ -170,7 +174,7 @@ class ReasoningGym:
             return own
         return Score(components=verified.components | own.components, total=own.total)
 
-    def _verified(self, task: Task, text: str) -> Score:
+    def _verified(self, task: Task, text: str, *, ended: bool) -> Score:
         """The dataset's own score; one outside [0, 1] is an environment failure."""
         answer, tag = text.strip(), self.options.answer_tag
         if tag:
@@ -186,7 +190,9 @@ class ReasoningGym:
         correct = float(self._dataset.score_answer(answer, task.data["entry"]))
         if not (math.isfinite(correct) and -1e-6 <= correct <= 1 + 1e-6):
             return failure(f"score {correct} is not in [0, 1]")
-        components = {"correct": min(max(correct, 0.0), 1.0), "exact": float(correct >= 1 - 1e-6)}
+        # Partial credit may add up to a hair below 1, junk after the answer included.
+        exact = ended and correct >= 1.0
+        components = {"correct": min(max(correct, 0.0), 1.0), "exact": float(exact)}
         return Score(components=components, total=components.get(self.options.reward, 0.0))
 
 

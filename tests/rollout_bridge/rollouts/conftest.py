@@ -99,7 +99,9 @@ class PolicyEngine:
             finish_reason=FinishReason.ABORT if aborts else FinishReason.STOP,
             kv_policy=KvPolicy.KEEP,
             seconds=0.5,
-            routed_experts=np.full((len(request.prompt_ids) + len(tokens), 2, 1), 3, np.int16),
+            routed_experts=np.tile(
+                np.arange(len(request.prompt_ids) + len(tokens), dtype=np.int16)[:, None, None], (1, 2, 1)
+            ),
         )
 
     async def update(self, update: Update) -> UpdateReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,17 @@ def test_spell_backward_pays_for_each_matching_position() -> None:
         strict.score(task, answered(answer[:-1])).total == 0.0
         and strict.score(task, answered(answer)).total == 1.0
     )
+
+
+def test_exact_is_the_answer_and_nothing_else_and_it_ended() -> None:
+    """Seven sevenths add up to a hair below 1, which the dataset gives for an answer with junk after it."""
+    environment = spell(train_prompts=9, held_out_prompts=2, options={"min_word_len": 7, "max_word_len": 7})
+    task, (_, answer) = environment.task(0), environment.worked_answer(0)
+    for text in (answer + "JUNKJUNK", answer + "x", answer + "<|pad|>", answer[0] + "<|pad|>" + answer[1:]):
+        assert environment.score(task, answered(text)).components["exact"] == 0.0
+    cut = replace(answered(answer), ended=False)
+    assert environment.score(task, cut).components == {"correct": 1.0, "exact": 0.0}
+    assert environment.score(task, answered(answer)).components["exact"] == 1.0
 
 
 def test_tagged_answers() -> None:

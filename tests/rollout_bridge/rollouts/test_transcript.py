@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,3 +147,15 @@ def test_a_transcript_is_finished_by_each_of_its_limits() -> None:
         t = started(tokens=tokens)
         t.append_tokens([5, 6])
         assert (len(t.token_ids) == 6, t.finished) == (appended, not appended)
+
+
+def test_an_environment_reads_what_was_generated(tokenizer) -> None:
+    """Special tokens inside an answer are part of it; the token that ended it is not."""
+    stop, pad = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|pad|>")
+    spelled = tokenizer.encode("ab", add_special_tokens=False)
+    t = replace(transcript(tokenizer), stop_ids=(stop,))
+    t.append_completion(completion([spelled[0], pad, spelled[1], stop]))
+    assert (t.answer.text, t.answer.ended) == ("a<|pad|>b", True)
+    cut = replace(transcript(tokenizer), stop_ids=(stop,), token_ids=[], completions=[])
+    cut.append_completion(completion(spelled, reason=FinishReason.LENGTH))
+    assert (cut.answer.text, cut.answer.ended) == ("ab", False)

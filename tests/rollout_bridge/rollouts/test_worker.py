@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge.control import RunState
+from rollout_bridge.control import Refusals, RunState
 from rollout_bridge.engines.protocol import EngineError, FinishReason, Health
 from rollout_bridge.rollouts.environments.registry import EnvironmentSpec
 from rollout_bridge.rollouts.generation import derive_seed
@@ -29,6 +29,7 @@ from rollout_bridge.rollouts.worker import RolloutWorker
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.trajectories import accounting
 from rollout_bridge.trajectories.claims import ClaimBook, grant, read_claims
+from rollout_bridge.trajectories.contract import Contract, ContractError, create_or_compare
 from rollout_bridge.trajectories.log import LogReader, read_segment
 from rollout_bridge.trajectories.planner import Planner, PlanTimeoutError
 from rollout_bridge.trajectories.schema import Status, group_id
@@ -666,3 +667,56 @@ def test_groups_that_finish_while_a_write_fails_go_into_a_segment_of_their_own(
     members = sorted((row.prompt_index, row.member) for row in rows(store))
     assert len(members) >= 8 and len(set(members)) == len(members)
     assert members[:4] == [(0, member) for member in range(4)]
+
+
+def contract_like(**changes) -> Contract:
+    usual = {
+        "environment": {"name": "copy"},
+        "group_size": SETTINGS.group_size,
+        "temperature": SETTINGS.temperature,
+        "vocabulary": 1000,
+        "max_tokens": SETTINGS.limits.tokens,
+        "num_experts": 1000,
+        "reward_range": (0.0, 1.0),
+    }
+    return Contract(**(usual | changes))
+
+
+def test_a_worker_of_another_contract_does_not_start(store, engine, environment, tokenizer) -> None:
+    create_or_compare(store, contract_like())
+    worker_of(store, engine, environment, tokenizer, contract=contract_like())
+    with pytest.raises(ContractError, match="this worker .* group_size 64, the run's is"):
+        worker_of(store, engine, environment, tokenizer, contract=contract_like(group_size=64))
+
+
+def test_a_reward_out_of_range_costs_its_own_row(store, engine, environment, tokenizer) -> None:
+    """The answers' rewards are 0.5 and 1."""
+    grant(store, 4)
+    narrow = contract_like(reward_range=(0.0, 0.75))
+    create_or_compare(store, narrow)
+    work(store, engine, environment, tokenizer, lambda: len(rows(store)) >= 8, contract=narrow)
+    found = rows(store)
+    assert {row.reward for row in found if row.status is Status.OK} <= {0.5}
+    failed = [row for row in found if row.status is Status.ENVIRONMENT_FAILURE]
+    assert failed and all("reward 1 is not in [0, 0.75]" in row.metadata["detail"] for row in failed)
+
+
+def test_a_worker_whose_segments_are_not_taken_says_why_and_ends(
+    store, engine, environment, tokenizer, caplog
+) -> None:
+    grant(store, 1000)
+    options = replace(SETTINGS, lease_seconds=0.03)
+    worker = worker_of(store, engine, environment, tokenizer, options)
+
+    async def main() -> None:
+        running = asyncio.create_task(worker.run(asyncio.Event()))
+        refused = Refusals(writer=worker.writer_id, segments=1, segment="trajectories/x", reason="too hot")
+        store.put_json(refused.key, refused.to_json())
+        await until(lambda: "did not take trajectories/x: too hot" in caplog.text)
+        assert not running.done(), "one bad segment costs only itself"
+        refused = refused.model_copy(update={"segments": 10**6})
+        store.put_json(refused.key, refused.to_json())
+        await asyncio.wait_for(running, PATIENCE)
+
+    with pytest.raises(WorkerError, match="did not take 1000000 of .* too hot"):
+        asyncio.run(main())

@@ -258,6 +258,12 @@ def test_the_rows_of_the_metrics_by_hand():
     metrics = dict(next(iter(PlannedBatches(found, small))).metrics)
     assert metrics == {
         "reward_mean": 0.5,
+        "truncated_fraction": 0.0,
+        "settled": 2,
+        "reward_correct": 0.5,
+        "reward_exact": 0.5,
+        "quarantined_segments": 0,
+        "reward_mean_trained": 0.5,
         "lag_mean": pytest.approx(1 / 5),
         "lag_max": 1,
         "masked_fraction": pytest.approx(1 / 6),
