@@ -170,7 +170,8 @@ class EvaluationClaim(Record):
 class EvaluationResult(Record):
     """The answer to the request `id`. The means are over `count` valid rows, None where there is none.
 
-    failed: rows of other status. components: mean of each reward component. error: why nothing was generated.
+    failed: rows of other status. components: mean of each reward component. truncated: valid rows that a
+    limit of tokens ended. error: why nothing was generated.
     """
 
     id: _Name
@@ -181,6 +182,7 @@ class EvaluationResult(Record):
     reward_mean: Annotated[float, Field(allow_inf_nan=False)] | None
     components: dict[str, float]
     mean_tokens: _Seconds | None
+    truncated: _Count
     worker: str
     time: _Seconds
     error: str = ""

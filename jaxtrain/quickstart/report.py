@@ -40,9 +40,15 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) of each row: learning, weight transfer, trajectories, speed."""
     counts = summary["trajectories"]
     dropped = ", ".join(f"{number} {reason}" for reason, number in counts["dropped"].items()) or "none"
+    exact = summary["exact"]
     return [
         ("engine", summary["engine"]),
-        ("held-out reward", f"{_number(summary['reward_before'])} -> {_number(summary['reward_after'])}"),
+        (
+            "held-out, greedy",
+            f"exact {_number(exact['greedy_before'])} -> {_number(exact['greedy_after'])}, reward "
+            f"{_number(summary['reward_before'])} -> {_number(summary['reward_after'])}, "
+            f"{_number(summary['truncated_after'])} cut off after",
+        ),
         ("versions published", str(summary["versions_published"])),
         ("lag in versions", f"mean {_number(summary['lag_mean'])}, max {_number(summary['lag_max'], '.0f')}"),
         (

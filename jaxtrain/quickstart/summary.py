@@ -1,7 +1,7 @@
 """The summary of a run, computed only from its store and its metrics.
 
 Where each number is from:
-    reward_before, reward_after     evaluations/*/result.json at the lowest and the highest version evaluated
+    reward_*, exact, truncated_*    evaluations/*/result.json at the lowest and the highest version evaluated
     versions_published              weights/latest
     delta_*, full_bytes_bf16        manifests of the versions still stored
     update_rms_mean, train_*        metrics.jsonl, RL steps
@@ -73,6 +73,12 @@ def _rewards(store: Store) -> dict[str, Any]:
     return {
         "reward_before": scored[0].reward_mean if scored else None,
         "reward_after": scored[-1].reward_mean if len(scored) > 1 else None,
+        # Greedy, of held-out prompts. None where the environment has no component "exact".
+        "exact": {
+            "greedy_before": scored[0].components.get("exact") if scored else None,
+            "greedy_after": scored[-1].components.get("exact") if len(scored) > 1 else None,
+        },
+        "truncated_after": scored[-1].truncated / scored[-1].count if len(scored) > 1 else None,
         "evaluated_versions": [result.version for result in scored],
     }
 

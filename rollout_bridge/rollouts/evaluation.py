@@ -211,4 +211,5 @@ def summary(rows: Sequence[Trajectory]) -> dict[str, Any]:
         "reward_mean": float(np.mean([row.reward for row in valid])) if valid else None,
         "components": {name: float(np.mean([row.rewards.get(name, 0.0) for row in valid])) for name in names},
         "mean_tokens": float(np.mean([row.trainable.sum() for row in valid])) if valid else None,
+        "truncated": sum(row.finish_reason == FinishReason.LENGTH for row in valid),
     }

@@ -2,8 +2,9 @@
 
 A process runs one call at a time. If it takes too long, ends or gives an invalid answer, only that call
 fails: the process and its process group are killed, and another is started. Processes are started anew, never
-forked from this one. They have no network where the kernel allows that, a bounded amount of memory, and end
-with this process.
+forked from this one. They have a bounded amount of memory and no secrets of the environment, and end with
+this process. Where the kernel allows it, they have no network, and change no file outside a temporary
+directory of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import json
 import logging
 import os
 import pickle
+import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0  # of a process: imports of a verifier on a busy machine
 STARTS = 3  # of a process that may fail one after another
+_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)  # in names of variables
 # Threads of numerical libraries: each reserves memory, and processes compute side by side already.
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
@@ -135,8 +140,9 @@ class ScoringPool:
                     pickle.dumps((self._spec, self._memory_bytes)), timeout=START_SECONDS
                 )
                 if "error" not in reply:
-                    if not reply.get("network"):
-                        logger.warning("%s: scoring processes can reach the network", self._spec.name)
+                    for kind, able in (("network", "reach the network"), ("files", "change files")):
+                        if not reply.get(kind):
+                            logger.warning("%s: scoring processes can %s", self._spec.name, able)
                     return process
                 problem = str(reply["error"])[:MAX_DETAIL]
             except CallFailed as error:
@@ -166,11 +172,15 @@ class _Process(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._directory = ""
         self.broken = ""
 
     @classmethod
     async def start(cls) -> _Process:
         process, (ours, theirs) = cls(), socket.socketpair()
+        process._directory = tempfile.mkdtemp(prefix="scoring-")
+        variables = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+        variables |= {"TMPDIR": process._directory, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             process._child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -181,7 +191,7 @@ class _Process(asyncio.Protocol):
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**variables, **_ONE_THREAD},
             )
         finally:
             theirs.close()
@@ -215,6 +225,7 @@ class _Process(asyncio.Protocol):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             await self._child.wait()
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _lost(self) -> None:
         """Raises `CallFailed` with how the process ended."""

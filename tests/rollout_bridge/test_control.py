@@ -17,13 +17,15 @@ from rollout_bridge.control import (
     EvaluationRequest,
     EvaluationResult,
     RecordError,
+    Refusals,
     RunState,
 )
 from rollout_bridge.store import Store, to_json_bytes
 
-RECORDS: dict[str, control._Record] = {
+RECORDS: dict[str, control.Record] = {
     "control/state.json": RunState(phase="rl", step=12, rl_step=2, version=7, time=1.5),
     "control/credits.json": Credits(groups=64),
+    "control/refused/w-1.json": Refusals(writer="w-1", segments=1, segment="trajectories/w-1/0", reason="hot"),
     "control/evaluations/rl-2.json": EvaluationRequest(
         id="rl-2", version=7, prompts=(0, 200), expires_after=9.0
     ),
@@ -31,7 +33,7 @@ RECORDS: dict[str, control._Record] = {
         id="rl-2", worker="w-1", agent="host-1", lease_seconds=9.0
     ),
     "evaluations/rl-2/result.json": EvaluationResult(
-        id="rl-2", version=7, prompts=(0, 200), count=199, failed=1, reward_mean=-0.5,
+        id="rl-2", version=7, prompts=(0, 200), count=199, failed=1, reward_mean=-0.5, truncated=3,
         components={"exact": 0.25}, mean_tokens=31.0, worker="worker-0", time=3.0,
     ),
     "weights/acks/host-1.json": Ack(

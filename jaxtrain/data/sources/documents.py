@@ -18,6 +18,7 @@ import numpy as np
 from jaxtrain.data.packing import Document, pack_rows
 from jaxtrain.data.sources.base import Batches, BatchSpec, Documents, Packed, documents_at
 from rollout_bridge.trajectories.packing import PackingError, positions
+from rollout_bridge.waiting import Interrupted
 
 TooLong = Literal["refuse", "skip", "split"]
 SURPLUS = 1 / 8  # positions read beyond a batch, as a fraction of it: 99% full on log-normal lengths
@@ -91,6 +92,8 @@ class _Iterator(grain.DatasetIterator[Packed]):
         total = sum(positions(len(document.tokens)) for document in read.values())
         at, skipped, since = self._position, 0, 0
         while total < wanted:
+            if spec.interrupted():
+                raise Interrupted
             pieces, left_out = dataset.pieces(at, length)
             read |= {(at, number, length): piece for number, piece in enumerate(pieces)}
             total += sum(positions(len(piece.tokens)) for piece in pieces)

@@ -14,6 +14,8 @@ from jaxtrain.data.sources.base import SourceTools
 from rollout_bridge.rollouts.environments.base import Environment
 from rollout_bridge.rollouts.transcript import prompt_ids
 
+HELD_OUT = 100_000  # tasks; each is read before the first step
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkedAnswers:
@@ -32,7 +34,16 @@ class WorkedAnswers:
         return frozenset()
 
     def open(self, tools: SourceTools) -> WorkedDocuments:
-        held_out = tools.environment().held_out
+        environment = tools.environment()
+        held_out = environment.held_out
+        if held_out is environment or held_out.size > HELD_OUT:
+            raise ConfigError(
+                [
+                    f"environment: held_out of {type(environment).__name__} has {held_out.size} tasks"
+                    f"{', those of training' if held_out is environment else ''}; expected an environment of "
+                    f"its own with at most {HELD_OUT}"
+                ]
+            )
         return WorkedDocuments(
             tools.environment(**self.environment),
             tools.tokenizer,

@@ -32,7 +32,8 @@ for version, reward in ((9, 0.75), (2, 0.25)):
     directory = run / f"store/evaluations/at-{version}"
     directory.mkdir(parents=True)
     result = {"id": f"at-{version}", "version": version, "prompts": [0, 200], "count": 200, "failed": 0,
-              "reward_mean": reward, "components": {}, "mean_tokens": 9.0, "worker": "w", "time": 1.0}
+              "reward_mean": reward, "components": {"exact": reward - 0.25}, "mean_tokens": 9.0,
+              "truncated": 50, "worker": "w", "time": 1.0}
     (directory / "result.json").write_text(json.dumps(result))
 (run / "store/control").mkdir()
 state = {"phase": "finished", "step": 2, "rl_step": 2, "version": 9, "time": 103.0}
@@ -68,12 +69,15 @@ def test_a_run_ends_with_its_summary_and_stays_finished(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["engine"] == "embedded"
     assert (summary["reward_before"], summary["reward_after"]) == (0.25, 0.75)
+    assert summary["exact"] == {"greedy_before": 0.0, "greedy_after": 0.5}
+    assert summary["truncated_after"] == 0.25
     assert summary["train_tokens_per_s"] == 30.0  # 120 tokens in 4 s
     assert summary["update_rms_mean"] == pytest.approx(1.5e-4)
     assert summary["trajectories"]["written"] == 0
     assert summary["seconds"] > 0
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "0.25 -> 0.75" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "exact 0 -> 0.5, reward 0.25 -> 0.75, 0.25 cut off after" in said
 
     assert run(config(tmp_path), processes=nothing) == 0
     said = capsys.readouterr().out

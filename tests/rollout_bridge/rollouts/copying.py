@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -91,6 +92,15 @@ class Misbehaving(CopyEnvironment):
                 print("{}" * 10_000, flush=True)
             case "connect":
                 socket.create_connection(("127.0.0.1", 9))
+            case "run code":  # as libraries do that evaluate an answer
+                return float(eval(task.data["code"]))
+            case "keep notes":
+                with tempfile.TemporaryFile() as file:
+                    return float(file.write(b"x"))
+            case "read secrets":
+                return float(
+                    len([name for name in os.environ if name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY")])
+                )
             case "not a number":
                 return float("nan")
             case "text":

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,48 @@ def test_what_a_verifier_does_costs_its_own_score(text, status, detail) -> None:
         assert (score.components, score.total) == ({"style": 0.25, "length": 0.5}, 0.75)
 
 
+CODE = {
+    "new file": "open({path!r}, 'w').write('x')",
+    "existing file": "open({existing!r}, 'a').write('x')",
+    "remove": "__import__('os').remove({existing!r}) or 1",
+    "directory": "__import__('os').mkdir({path!r}) or 1",
+    "link": "__import__('os').symlink('/', {path!r}) or 1",
+    "by another process": "__import__('subprocess').call(['touch', {path!r}]) * 0 + 1",
+    "truncate": "__import__('os').truncate({existing!r}, 0) or 1",
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_code_in_an_answer_changes_no_file(kind, tmp_path) -> None:
+    path, existing = tmp_path / "canary", tmp_path / "existing"
+    existing.write_text("as it was")
+    code = CODE[kind].format(path=str(path), existing=str(existing))
+    task = replace(TASK, data={"text": "t3", "code": code})
+
+    async def work(scoring):
+        return await scoring.score(task, answer("run code"))
+
+    score = run(work)
+    assert not path.exists() and existing.read_text() == "as it was"
+    if kind != "by another process":
+        assert score.status is Status.ENVIRONMENT_FAILURE and "PermissionError" in score.detail
+
+
+def test_a_verifier_may_keep_temporary_files_and_sees_no_secrets(monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+
+    async def work(scoring):
+        directories = [process._directory for process in scoring._all]
+        assert not directories
+        scores = [await scoring.score(TASK, answer(text)) for text in ("keep notes", "read secrets")]
+        return [score.total for score in scores], [process._directory for process in scoring._all]
+
+    totals, directories = run(work)
+    assert totals == [1.0, 0.0]
+    assert directories and not any(os.path.exists(directory) for directory in directories)
+
+
 @pytest.mark.parametrize("text", ["hang", "hold the GIL"])
 def test_a_verifier_that_does_not_end_is_killed_and_replaced(text) -> None:
     async def work(scoring):
@@ -110,10 +153,12 @@ def test_a_process_that_died_idle_costs_nothing() -> None:
 
 def test_bytes_that_answer_no_call_replace_the_process(tmp_path) -> None:
     """Else they would be the beginning of the next answer."""
-    begin, done = tmp_path / "begin", tmp_path / "done"
+    begin = tmp_path / "begin"
 
     async def work(scoring):
         before = await scoring.call("process")
+        [process] = scoring._all
+        done = Path(process._directory) / "done"
         await scoring.call("interject", str(begin), str(done))
         begin.touch()
         while not done.exists():

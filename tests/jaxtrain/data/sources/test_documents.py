@@ -242,6 +242,16 @@ def test_an_error_of_the_source_reaches_the_loop_through_the_thread():
         next(iterator)
 
 
+def test_a_search_for_documents_that_are_not_there_ends_with_a_stop():
+    """None of 10^9 indices has one."""
+    nothing = Numbers(count=10**9, missing=frozenset())
+    nothing.__class__ = type("Nothing", (Numbers,), {"__getitem__": lambda self, index: None})
+    looks = iter(range(50))
+    batches = iter(packed(nothing, seed=0, spec=spec(interrupted=lambda: next(looks, None) is None)))
+    with pytest.raises(Interrupted):
+        next(batches)
+
+
 class Waiting(grain.IterDataset[Packed]):
     """Hands out one batch, then waits for data until it is interrupted."""
 

@@ -90,3 +90,20 @@ def test_an_environment_without_worked_answers_is_refused(environment, tokenizer
         ConfigError, match="environment Silent states no worked answers: set warm_start.steps"
     ):
         WorkedDocuments(Silent(), tokenizer)
+
+
+def test_an_environment_that_holds_out_itself_or_too_much_is_refused(environment, tokenizer):
+    class Same:
+        size = 10**9
+
+        @property
+        def held_out(self):
+            return self
+
+    class Huge(Same):
+        held_out = Same()
+
+    for made in (Same, Huge):
+        tools = SourceTools(tokenizer, 0, made)
+        with pytest.raises(ConfigError, match="held_out of .* has 1000000000 tasks"):
+            WorkedAnswers().open(tools)
