@@ -25,7 +25,7 @@ from rollout_bridge.store import Store, to_json_bytes
 RECORDS: dict[str, control.Record] = {
     "control/state.json": RunState(phase="rl", step=12, rl_step=2, version=7, time=1.5),
     "control/credits.json": Credits(groups=64),
-    "control/refused/w-1.json": Refusals(writer="w-1", segments=1, segment="trajectories/w-1/0", reason="hot"),
+    "control/refused/w-1.json": Refusals(writer="w-1", segments=1, segment="x", reason="hot"),
     "control/evaluations/rl-2.json": EvaluationRequest(
         id="rl-2", version=7, prompts=(0, 200), expires_after=9.0
     ),
