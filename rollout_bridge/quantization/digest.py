@@ -2,8 +2,8 @@
 
 Because it is a sum, rectangles of a tensor add up to the tensor on every mesh, and a sparse change
 updates it. Any change of one element changes it for certain (mix is injective in the value); other
-differences escape with probability about 2**-64. It guards against faults, not against forgery: blobs carry a
-cryptographic hash besides.
+differences escape with probability about 2**-64. It guards against faults, not against forgery: pieces carry
+a cryptographic hash besides (BLAKE3, in the manifest).
 """
 
 from __future__ import annotations

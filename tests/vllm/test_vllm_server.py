@@ -15,11 +15,47 @@ from typing import Any
 
 import pytest
 
+from rollout_bridge.engines import server_args
 from rollout_bridge.engines.protocol import EngineError
 from rollout_bridge.engines.vllm_server import VllmServer
 from tests.ports import free_port
 from tests.running import group_runs, runs
 from tests.vllm.conftest import keeps_cancellation, server_settings
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--host=0.0.0.0"],
+        ["--host", "0.0.0.0"],
+        ["--hos=0.0.0.0"],
+        ["--seed=1", "--uds=/tmp/x"],
+        ["--config=server.yaml"],
+        ["--served_model_name=x"],
+        ["--no-skip-tokenizer-init"],
+        ["--weight-transfer-config.backend=x"],
+        ["-tp=2"],
+        ["-dp", "2"],
+    ],
+)
+def test_arguments_that_open_the_server_or_break_the_protocol_are_refused(arguments, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="extra_args: -.* cannot be set here: "):
+        VllmServer(server_settings(extra_args=tuple(arguments)), tmp_path / "log")
+
+
+def test_every_argument_of_this_program_is_reserved_and_others_are_not(tmp_path: Path) -> None:
+    everything = server_settings(
+        tensor_parallel=2, data_parallel=2, expert_parallel=True, return_routed_experts=True
+    )
+    ours = VllmServer(everything, tmp_path / "log").arguments(tmp_path)
+    left = {name for name in ours if not server_args.problem([name])}
+    assert {name.split("=")[0] for name in left} <= {
+        "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens",
+        "--kv-cache-memory-bytes",
+    }  # fmt: skip
+    assert not server_args.problem(
+        ["--seed=1", "--gpu-memory-utilization", "0.9", "--model-impl=transformers", "-O3", "--max-log-len=3"]
+    )
 
 
 def start(server: VllmServer, directory: Path) -> None:

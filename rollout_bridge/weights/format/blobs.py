@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from rollout_bridge import delta
 from rollout_bridge.store import Store
-from rollout_bridge.weights.format.manifest import BrokenVersion, ManifestRef, Piece
+from rollout_bridge.weights.format.manifest import BrokenVersion, ManifestRef, Piece, piece_hash
 
 _KEPT_CHANGES = 1 << 24  # in groups read last: about 200 MB
 
@@ -56,7 +55,7 @@ class Blobs:
                 reason = f"truncated: {len(data)} bytes, expected at least {piece.offset + piece.length}"
             else:
                 content = data[piece.offset : piece.offset + piece.length]
-                found = xxhash.xxh3_128_hexdigest(content)
+                found = piece_hash(content)
                 if found == piece.hash:
                     return content
                 reason = f"bytes {piece.offset}+{piece.length} have hash {found}, expected {piece.hash}"

@@ -11,6 +11,7 @@ import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
+import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout_bridge.errors import ExpectedError
@@ -97,10 +98,19 @@ class Latest(_ManifestRecord):
         return self
 
 
+def piece_hash(data: bytes) -> str:
+    """The first 128 bits of BLAKE3, hex.
+
+    Whoever may not write manifests cannot make other bytes with this hash. Whoever may write to the store can
+    publish a version: manifests are not signed.
+    """
+    return blake3.blake3(data).hexdigest(length=16)
+
+
 class Piece(_ManifestRecord):
     """One encoded rectangle of a tensor: `length` bytes at `offset` of the object `key` of this version.
 
-    hash: xxh3-128 of those bytes, hex. rectangle: [start, stop) along each axis of the Hugging Face tensor.
+    hash: of those bytes, see `piece_hash`. rectangle: [start, stop) on each axis of the Hugging Face tensor.
     member: its number in a blob that several pieces share; None: the blob holds this piece alone.
     """
 
@@ -162,12 +172,12 @@ class Stats(_ManifestRecord):
 class Manifest(_ManifestRecord):
     """One version of the weights, written last: a reader that sees it can read every blob it names.
 
-    format_version: pieces may share a blob from 2 on; a reader of 2 also reads 1.
+    format_version: 3 since the hashes of pieces are BLAKE3.
     follows: a full version that also lists the change from its parent, for readers that hold the parent.
     time: unix seconds when it was made, by the clock of process 0.
     """
 
-    format_version: Literal[1, 2] = 2
+    format_version: Literal[3] = 3
     run_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     version: Annotated[int, Field(ge=1, lt=2**53)]
     incarnation: _Count

@@ -8,13 +8,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
 from rollout_bridge import delta
 from rollout_bridge.quantization import digest
 from rollout_bridge.store import Store
 from rollout_bridge.weights.format.chain import flat_indices
-from rollout_bridge.weights.format.manifest import Piece
+from rollout_bridge.weights.format.manifest import Piece, piece_hash
 from rollout_bridge.weights.read import parallel
 from rollout_bridge.weights.write.commit import ProcessTensor
 
@@ -159,7 +158,7 @@ def write(
     for group, (blob, part_digests) in _in_order(pool, _groups(patches), preset, ahead=ahead):
         if buffer and len(buffer) + len(blob) > object_bytes:
             _flush(store, directory, account, buffer)
-        blob_hash = xxhash.xxh3_128_hexdigest(blob)
+        blob_hash = piece_hash(blob)
         for member, (patch, part_digest) in enumerate(zip(group, part_digests, strict=True)):
             nothing = ProcessTensor(digest=f"{0:016x}", blobs=[], changed=0)
             entry = account.tensors.setdefault(patch.name, nothing)

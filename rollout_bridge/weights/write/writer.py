@@ -173,8 +173,10 @@ class ChainWriter:
         """Encodes and writes the blobs of this process. full, change: the patches that `begin` requires."""
         head, settings = self.head, self.settings
         measured = None if change is None else self._pool.submit(self._reference.measure, change)
-        changed = self._encode(change, "change-") if change is not None and full is not None else None
-        written = self._encode(change if full is None else full, "")
+        # The attempt is in the names: a write of one that failed may arrive at any time later.
+        names = begin.attempt
+        changed = self._encode(change, f"{names}-change") if change is not None and full is not None else None
+        written = self._encode(change if full is None else full, names)
         of_change = written if full is None else changed
         part = ProcessPart(
             attempt=begin.attempt,
@@ -271,7 +273,7 @@ class ChainWriter:
                 self.store,
                 sorted((patch for _, patch in patches or ()), key=lambda patch: self._order[patch.name]),
                 directory=version_directory(head.version + 1, head.incarnation),
-                label=f"{label}{settings.process:05d}",
+                label=f"{label}-{settings.process:05d}",
                 preset=settings.preset,
                 pool=self._encoders,
                 ahead=4 * settings.encoders,

@@ -58,6 +58,11 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
         ("rollouts.engine=sglang", "rollouts.engine: 'sglang' is not one of embedded, vllm"),
         ("rollouts.server_port=70000", "rollouts.server_port: 70000 is not in [1, 65535]"),
         ("rollouts.server_args=[1]", "rollouts.server_args.0: 1 is not text"),
+        (
+            "rollouts.server_args=[--host=0.0.0.0]",
+            "rollouts.server_args: --host=0.0.0.0 cannot be set here: the server listens on a loopback address "
+            "only",
+        ),
         ("trajectories.max_lga=2", "trajectories.max_lga: unknown key; did you mean 'max_lag'?"),
         ("max_lag=2", "max_lag: unknown key here; it is trajectories.max_lag"),
         ("sft.steps=2", "sft: unknown key; only recipe sft reads it"),

@@ -45,6 +45,24 @@ def advance(reader: Subscriber, trees: dict[int, int]) -> None:
         tiny.assert_holds(reader, chains.TREES[trees[reader.mirror.version]])
 
 
+def test_a_write_of_a_failed_attempt_that_arrives_late_changes_nothing(tmp_path: Path) -> None:
+    """The store gave up a blob after its timeout, and takes it when the next attempt is committed."""
+    store, trainer = before("delta", tmp_path.name)
+    store.arm(0)
+    with pytest.raises(StoreError, match="injected"):
+        chains.publish(trainer, 3)
+    late = store.keys[0]
+    store.arm(None)
+    manifest = chains.publish(trainer, 4)
+    committed = {piece.key for entry in manifest.tensors.values() for piece in entry.blobs}
+    assert manifest.version == 3 and late.rpartition("/")[2] not in committed
+    store.put(late, b"of other weights")
+    reader = tiny.subscriber(store, tmp_path / "mirror")
+    advance(reader, {3: 4})
+    assert reader.mirror.version == 3 and not reader.broken
+    trainer.close()
+
+
 @pytest.mark.parametrize("arrives", [False, True], ids=["not-written", "written"])
 @pytest.mark.parametrize("what", VERSIONS)
 def test_a_publication_goes_on_after_any_one_write_that_failed(
