@@ -60,8 +60,8 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
         ("rollouts.server_args=[1]", "rollouts.server_args.0: 1 is not text"),
         (
             "rollouts.server_args=[--host=0.0.0.0]",
-            "rollouts.server_args: --host=0.0.0.0 cannot be set here: the server listens on a loopback address "
-            "only",
+            "rollouts.server_args: --host=0.0.0.0 cannot be set here: the server listens on a loopback "
+            "address only",
         ),
         ("trajectories.max_lga=2", "trajectories.max_lga: unknown key; did you mean 'max_lag'?"),
         ("max_lag=2", "max_lag: unknown key here; it is trajectories.max_lag"),
