@@ -137,8 +137,8 @@ class MuonSection(Section):
     momentum_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "exact; bfloat16 halves Muon's only state"
     )
-    iteration_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "agrees across meshes; bfloat16 is the usual choice where it is the faster product"
+    iteration_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "bfloat16 on accelerators, where it is the faster product; float32 agrees across meshes"
     )
     split_heads: bool = setting(
         False, "GLM-4.5 takes q, k and v projections whole; true orthogonalises each head's part alone"

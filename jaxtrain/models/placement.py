@@ -40,6 +40,9 @@ def constrain(x_BSx: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x_BSx, NamedSharding(mesh, activation_spec(mesh)))
 
 
-def platform(mesh: Mesh | None) -> str:
-    """cpu, gpu or tpu: of the mesh's devices, which may belong to a topology used only for compilation."""
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+def platform(mesh: Mesh | AbstractMesh | None) -> str:
+    """cpu, gpu or tpu: of the mesh's devices, which may belong to a topology used only for compilation.
+
+    Without devices, the default one.
+    """
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()

@@ -18,8 +18,9 @@ from jaxtrain.data.batch import Column, microbatch_shapes
 from jaxtrain.losses.base import Loss
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.models.definition import Definition, define, initialize
+from jaxtrain.models.placement import platform
 from jaxtrain.optim.muon import MuonConfig
-from jaxtrain.optim.newton_schulz import Algorithm, Normalization
+from jaxtrain.optim.newton_schulz import Algorithm, Normalization, fastest_dtype
 from jaxtrain.optim.optimizer import AdamWConfig, Method, OptimizerConfig, build, select
 from jaxtrain.optim.qk_clip import QkClip
 from jaxtrain.training.programs import Programs, compile_apply, compile_programs
@@ -126,7 +127,7 @@ def trainable_of(section: OptimizerSection, model: ModelConfig, mesh: Mesh | Abs
     return trainable(
         model,
         mesh,
-        optimizer_config(section, head_dim=model.head_dim),
+        optimizer_config(section, head_dim=model.head_dim, platform=platform(mesh)),
         clip_norm=section.clip_norm,
         qk_clip=section.muon.qk_clip,
     )
@@ -147,9 +148,13 @@ def clip_of(model: ModelConfig, threshold: float) -> QkClip:
     )
 
 
-def optimizer_config(section: OptimizerSection, *, head_dim: int) -> OptimizerConfig:
-    """The optimizer of a model whose attention heads are `head_dim` wide."""
+def optimizer_config(section: OptimizerSection, *, head_dim: int, platform: str) -> OptimizerConfig:
+    """The optimizer of a model whose attention heads are `head_dim` wide, on devices of `platform`."""
     muon, adamw = section.muon, section.adamw
+    iteration_dtype = muon.iteration_dtype
+    if iteration_dtype == "auto":
+        algorithm = Algorithm(muon.algorithm)
+        iteration_dtype = fastest_dtype(platform, algorithm=algorithm, coefficients=muon.coefficients)
     return OptimizerConfig(
         muon=MuonConfig(
             momentum=muon.momentum,
@@ -161,7 +166,7 @@ def optimizer_config(section: OptimizerSection, *, head_dim: int) -> OptimizerCo
             update_rms=muon.update_rms,
             weight_decay=muon.weight_decay,
             momentum_dtype=muon.momentum_dtype,
-            iteration_dtype=muon.iteration_dtype,
+            iteration_dtype=iteration_dtype,
             split_heads=head_dim if muon.split_heads else None,
         ),
         adamw=AdamWConfig(b1=adamw.b1, b2=adamw.b2, eps=adamw.eps, weight_decay=adamw.weight_decay),

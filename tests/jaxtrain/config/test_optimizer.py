@@ -14,7 +14,7 @@ from tests.jaxtrain.config.test_schema import quickstart
 
 
 def test_the_defaults_are_the_optimizer_s_own() -> None:
-    assert optimizer_config(quickstart().optimizer, head_dim=32) == OptimizerConfig()
+    assert optimizer_config(quickstart().optimizer, head_dim=32, platform="cpu") == OptimizerConfig()
 
 
 def test_every_setting_reaches_the_optimizer() -> None:
@@ -38,7 +38,7 @@ def test_every_setting_reaches_the_optimizer() -> None:
         "overrides": "{'*/router/kernel': adamw, 'moe/*': frozen}",
     }
     config = quickstart(*(f"optimizer.{name}={value}" for name, value in settings.items()))
-    assert optimizer_config(config.optimizer, head_dim=32) == OptimizerConfig(
+    assert optimizer_config(config.optimizer, head_dim=32, platform="cpu") == OptimizerConfig(
         muon=MuonConfig(
             momentum=0.9,
             nesterov=False,
@@ -56,6 +56,22 @@ def test_every_setting_reaches_the_optimizer() -> None:
         lm_head=Method.adamw,
         overrides={"*/router/kernel": Method.adamw, "moe/*": Method.frozen},
     )
+
+
+@pytest.mark.parametrize(
+    ("platform", "setting", "expected"),
+    [
+        ("cpu", "auto", "float32"),
+        ("gpu", "auto", "bfloat16"),
+        ("tpu", "auto", "bfloat16"),
+        ("cpu", "bfloat16", "bfloat16"),
+        ("gpu", "auto, coefficients: four_steps", "float32"),
+        ("tpu", "float32", "float32"),
+    ],
+)
+def test_muon_iterates_in_bfloat16_on_accelerators_unless_forced(platform, setting, expected) -> None:
+    section = quickstart(f"optimizer={{muon: {{iteration_dtype: {setting}}}}}").optimizer
+    assert optimizer_config(section, head_dim=32, platform=platform).muon.iteration_dtype == expected
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
@@ -92,7 +108,7 @@ def test_qk_clip_knows_the_stacks_of_the_model() -> None:
         ),
         (
             ["optimizer.muon.iteration_dtype=float16"],
-            "optimizer.muon.iteration_dtype: 'float16' is not one of float32, bfloat16",
+            "optimizer.muon.iteration_dtype: 'float16' is not one of auto, float32, bfloat16",
         ),
         (
             ["optimizer.overrides={'*/router/kernel': sgd}"],

@@ -12,6 +12,7 @@ from jaxtrain.optim.newton_schulz import (
     Algorithm,
     Normalization,
     coefficients,
+    fastest_dtype,
     floating_point_operations,
     orthogonalize,
 )
@@ -85,6 +86,28 @@ def test_small_singular_values_stay_bounded(algorithm):
     matrix = jnp.asarray((u * np.geomspace(1, 1e-6, 32)) @ v.T, jnp.float32)[None]
     found = orthogonalize(matrix, coefficients("polar_express", 5), algorithm=algorithm)
     np.testing.assert_allclose(found, _oracle(matrix, coefficients("polar_express", 5)), atol=0.02)
+
+
+@pytest.mark.parametrize("normalization", Normalization)
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize(("name", "steps"), [("standard", 5), ("polar_express", 5), ("four_steps", 4)])
+def test_the_fastest_dtype_leaves_singular_values_where_float32_does(name, steps, algorithm, normalization):
+    """Within 0.07 of their range in float32; Muon's stated range [0.7, 1.2] is seven times as wide."""
+    matrix = jax.random.normal(jax.random.key(4), (1, 256, 512))
+    fastest = fastest_dtype("gpu", algorithm=algorithm, coefficients=name)
+
+    def ends(dtype):
+        found = orthogonalize(
+            matrix, coefficients(name, steps), algorithm=algorithm, normalization=normalization, dtype=dtype
+        )
+        values = np.linalg.svd(np.asarray(found[0], np.float64), compute_uv=False)
+        return np.array([values.min(), values.max()])
+
+    low, high = ends(fastest) - ends("float32")
+    assert low > -0.07
+    assert high < 0.07
+    if fastest == "float32" and normalization is Normalization.schatten8:  # because bfloat16 does not
+        assert ends("bfloat16")[0] < ends("float32")[0] - 0.07
 
 
 def test_equals_optax():
