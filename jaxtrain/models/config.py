@@ -14,7 +14,7 @@ from rollout_bridge.architectures.decoder import DecoderConfig
 class ExpertImplementation(enum.StrEnum):
     """How routed experts are computed; the mathematics is the same.
 
-    AUTO picks per platform: BLOCKS on CPU (DENSE when few tokens), RAGGED elsewhere.
+    AUTO picks per platform: RAGGED on TPU; elsewhere BLOCKS, or DENSE where few tokens give it fewer rows.
     DENSE runs every expert on every token and is the reference.
     BLOCKS sorts tokens by expert, a block of rows for each. RAGGED is `jax.lax.ragged_dot`.
     """

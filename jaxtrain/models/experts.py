@@ -82,8 +82,9 @@ def resolve(
     """The implementation that AUTO means for a platform and number of tokens."""
     if implementation is not ExpertImplementation.AUTO:
         return implementation
-    if platform != "cpu":
+    if platform == "tpu":
         return ExpertImplementation.RAGGED
+    # Elsewhere XLA computes ragged_dot as a product with all experts.
     slots = Sizes.of(tokens * num_experts_per_token, num_experts).slots
     return ExpertImplementation.BLOCKS if slots < tokens * num_experts else ExpertImplementation.DENSE
 

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,3 +72,40 @@ def test_every_implementation_equals_each_tokens_own_products(kind):
             np.testing.assert_allclose(
                 actual[name], value, rtol=1e-4, atol=1e-5 * scale, err_msg=f"{implementation}: {name}"
             )
+
+
+def _products(program: str) -> list[int]:
+    """Operations of each matrix product in the text of a lowered program."""
+    shape = r"tensor<([\dx]+)x\w+>"
+    pattern = rf"dot_general .*contracting_dims = \[([\d, ]*)\] x .*: \({shape}, {shape}\) -> {shape}"
+    found = []
+    for contracted, left, _, out in re.findall(pattern, program):
+        sizes = [int(size) for size in left.split("x")]
+        inner = math.prod(sizes[int(axis)] for axis in contracted.split(",") if axis)
+        found.append(2 * inner * math.prod(int(size) for size in out.split("x")))
+    return found
+
+
+@pytest.mark.parametrize(("implementation", "least", "most"), [("auto", 1, 1.5), ("dense", 16, 20)])
+def test_the_program_for_a_gpu_has_no_product_of_every_token_with_every_expert(implementation, least, most):
+    """Nine products of chosen pairs, with gradients, and a quarter of padding; dense: E / k = 16."""
+    tokens, width, hidden, experts, k = 4096, 64, 48, 32, 2
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)  # noqa: E731
+    kernels = (shape(experts, width, hidden),) * 2 + (shape(experts, hidden, width),)
+
+    def loss(x, weights, kernels, ids):
+        way = ExpertImplementation(implementation)
+        out = routed_experts(x, ids, weights, kernels, implementation=way, platform="gpu")
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    arguments = (
+        shape(tokens, width),
+        shape(tokens, k),
+        kernels,
+        jax.ShapeDtypeStruct((tokens, k), jnp.int32),
+    )
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*arguments)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_dot" not in text  # XLA for CUDA pads every group to all rows
+    needed = 9 * 2 * tokens * k * width * hidden
+    assert least <= sum(_products(text)) / needed <= most
