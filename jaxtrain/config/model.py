@@ -88,10 +88,10 @@ class ModelSection(Section):
     expert_implementation: Literal["auto", "dense", "blocks", "ragged"] = setting(
         "auto", "how expert matmuls are grouped; auto picks by the device"
     )
-    attention_implementation: Literal["auto", "xla", "chunked", "cudnn", "splash"] = setting(
+    attention_implementation: Literal["auto", "xla", "chunked", "triton", "cudnn", "splash"] = setting(
         "auto",
-        "cuDNN on GPU (chunked in float32, which cuDNN lacks), splash on TPU; chunked needs memory linear in "
-        "the sequence, anywhere",
+        "triton on GPU (chunked in float32), splash on TPU; chunked needs memory linear in the sequence, "
+        "anywhere; cudnn holds a bias [sequence, sequence]",
     )
     remat: Literal["none", "full", "dots"] = setting(
         "none", "what the backward pass recomputes: nothing, whole layers, or all but matmul outputs"

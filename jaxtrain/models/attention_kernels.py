@@ -1,7 +1,8 @@
 """Causal attention within packed documents: which implementation, and how it runs on a mesh.
 
 All implementations compute the same function. XLA holds the scores [S, S] of one layer at a time, and the
-compiler partitions it. The others run on each device's own rows and heads. A sequence split between devices
+compiler partitions it. The others run on each device's own rows and heads; of them only CUDNN holds an array
+[S, S], the bias that separates documents. A sequence split between devices
 always uses the ring of chunks (`context_parallel`).
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import attention as triton_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import Mesh
 
@@ -31,6 +33,8 @@ from jaxtrain.models.placement import (
 
 SPLASH_BLOCK = 512  # queries and keys of a tile; a smaller sequence is one tile, a multiple of SPLASH_LANES
 SPLASH_LANES = 128
+TRITON_BLOCK = 128  # queries and keys of a tile of the forward pass
+TRITON_GRADIENT_BLOCK = 32  # of the backward pass, which holds more in registers
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +76,7 @@ def resolve(
         return AttentionImplementation.CHUNKED
     full = jnp.dtype(dtype) == jnp.float32
     if implementation is AttentionImplementation.AUTO:
-        on_gpu = AttentionImplementation.CHUNKED if full else AttentionImplementation.CUDNN
+        on_gpu = AttentionImplementation.CHUNKED if full else AttentionImplementation.TRITON
         fastest = {"gpu": on_gpu, "tpu": AttentionImplementation.SPLASH}
         return fastest.get(platform(mesh), AttentionImplementation.XLA)
     if implementation is AttentionImplementation.CUDNN and platform(mesh) != "gpu":
@@ -109,6 +113,7 @@ def attend_documents(
         AttentionImplementation.CHUNKED: partial(_chunked, ring=_ring(mesh)),
         AttentionImplementation.CUDNN: _cudnn,
         AttentionImplementation.SPLASH: partial(_splash, interpret=platform(mesh) != "tpu"),
+        AttentionImplementation.TRITON: partial(_triton, interpret=platform(mesh) != "gpu"),
     }[chosen]
     if not spans_devices(mesh):
         return local(q_BSHh, k_BSKh, v_BSKh, documents.segment_ids)
@@ -150,6 +155,31 @@ def _cudnn(q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, segments_BS:
     return jax.nn.dot_product_attention(
         q_BSHh, k_BSKh, v_BSKh, mask=same, is_causal=True, implementation="cudnn"
     )
+
+
+def _triton(
+    q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, segments_BS: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """Flash attention by jax's Pallas kernel for Triton, which compares the documents of a tile's tokens."""
+    length, heads, h = q_BSHh.shape[1:]
+    extra = -length % TRITON_BLOCK
+    group = heads // k_BSKh.shape[2]  # the kernel takes as many key heads as query heads
+    repeated = (q_BSHh, *(jnp.repeat(x, group, axis=2) for x in (k_BSKh, v_BSKh)))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) for x in repeated)
+    segments = jnp.pad(segments_BS, ((0, 0), (0, extra)), constant_values=-1)
+    block = min(TRITON_BLOCK, TRITON_GRADIENT_BLOCK)
+    sizes = triton_attention.BlockSizes(
+        block_q=TRITON_BLOCK,
+        block_k=TRITON_BLOCK,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    out: Any = triton_attention.mha(
+        q, k, v, segments, sm_scale=h**-0.5, causal=True, block_sizes=sizes, interpret=interpret
+    )
+    return out[:, :length]
 
 
 def _splash(

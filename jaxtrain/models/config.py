@@ -28,15 +28,17 @@ class ExpertImplementation(enum.StrEnum):
 class AttentionImplementation(enum.StrEnum):
     """How attention within packed documents is computed; the mathematics is the same.
 
-    AUTO picks per platform: CUDNN on GPU, SPLASH on TPU, XLA elsewhere. XLA holds scores [S, S] and is the
+    AUTO picks per platform: TRITON on GPU, SPLASH on TPU, XLA elsewhere. XLA holds scores [S, S] and is the
     reference. CHUNKED is online softmax over chunks of keys, on any platform; a sequence split between
-    devices always takes it. CUDNN is cuDNN's flash attention, SPLASH a Pallas kernel.
+    devices always takes it. TRITON and SPLASH are Pallas kernels that compare document ids. CUDNN is cuDNN's
+    flash attention with a bias [S, S].
     """
 
     AUTO = "auto"
     XLA = "xla"
     CHUNKED = "chunked"
     CUDNN = "cudnn"
+    TRITON = "triton"
     SPLASH = "splash"
 
 

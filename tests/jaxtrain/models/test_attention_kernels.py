@@ -21,6 +21,7 @@ SEGMENTS = np.array([[1] * 11 + [2] * 17 + [3] * 8 + [0] * 4, [1] * 30 + [2] * 1
 WAYS = {
     "chunked": (AttentionImplementation.CHUNKED, None),
     "splash": (AttentionImplementation.SPLASH, None),
+    "triton": (AttentionImplementation.TRITON, None),
     "ring of 4": (AttentionImplementation.AUTO, {"context": 4, "tensor": 2}),
     "ring of 2, kv heads shared": (AttentionImplementation.AUTO, {"context": 2, "tensor": 4}),
 }
@@ -30,6 +31,7 @@ WAYS = {
 def small_chunks(monkeypatch):
     """Several chunks in a row, some of which no query of a chunk may see."""
     monkeypatch.setattr(attention_chunked, "CHUNK", 8)
+    monkeypatch.setattr(attention_kernels, "TRITON_BLOCK", 16)
 
 
 def attend(name: AttentionImplementation, axes: dict[str, int] | None):
@@ -92,6 +94,41 @@ def test_memory_is_linear_in_the_sequence():
     assert temporaries(1024) < 2.5 * temporaries(512)
 
 
+@pytest.mark.parametrize(
+    ("target", "axes", "size"),
+    [
+        ("cuda", None, 4096),
+        ("tpu", None, 4096),
+        ("cuda", {"context": 2}, 2048),
+        ("tpu", {"context": 2}, 2048),
+    ],
+)
+def test_a_program_for_an_accelerator_has_no_array_of_sequence_by_sequence(monkeypatch, target, axes, size):
+    """What `auto` takes, with gradients. size: the tokens of a device. XLA's has the array."""
+    monkeypatch.setattr(attention_kernels, "platform", lambda mesh: {"cuda": "gpu"}.get(target, target))
+    monkeypatch.setattr(attention_kernels, "TRITON_BLOCK", 128)
+    monkeypatch.setattr(attention_chunked, "CHUNK", 512)
+    mesh = None if axes is None else MeshSpec(ici=axes).build(jax.devices()[:2])
+    shapes = [jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16) for heads in (H, K, K)]
+    segments = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def lowered(way: str) -> str:
+        def loss(q, k, v, segments):
+            name = AttentionImplementation(way)
+            packed = documents(segments, name, dtype=q.dtype, mesh=mesh)
+            out = attend_documents(q, k, v, packed, implementation=name, mesh=mesh)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*shapes, segments)
+        return program.lower(lowering_platforms=(target,)).as_text()
+
+    text = lowered("auto")
+    assert "4096x4096x" not in text
+    assert f"{size}x{size}x" not in text
+    assert ({"cuda": "xla.gpu.triton", "tpu": "tpu_custom_call"}[target] in text) == (axes is None)
+    assert axes or "4096x4096x" in lowered("xla")
+
+
 def test_what_runs_is_chosen_by_platform_and_mesh():
     names = [name for name in AttentionImplementation if name != "cudnn"]
     on_cpu = {name: resolve(name, dtype="bfloat16", mesh=None) for name in names}
@@ -106,8 +143,8 @@ def test_what_runs_is_chosen_by_platform_and_mesh():
 @pytest.mark.parametrize(
     ("platform", "dtype", "chosen"),
     [
-        ("gpu", "bfloat16", "cudnn"),
-        ("gpu", "float32", "chunked"),  # cuDNN refuses it
+        ("gpu", "bfloat16", "triton"),
+        ("gpu", "float32", "chunked"),
         ("tpu", "bfloat16", "splash"),
         ("tpu", "float32", "splash"),
         ("cpu", "bfloat16", "xla"),
