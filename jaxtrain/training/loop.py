@@ -39,6 +39,7 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
                 ]
             )
     halt, values_at, staged = threading.Event(), scheduled_values(phase.section), None
+    saving = 0.0
     spec = BatchSpec(
         shape_at=phase.shape_at,
         columns=phase.columns,
@@ -64,6 +65,8 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
             )
             record = progress.of(phase.name)
             run.check_finite(progress, finite=report.finite)
+            ended = time.perf_counter()
+            after = _after(phase, state, progress, report.values)
             row = {
                 **report.values,
                 "learning_rate": values.learning_rate,
@@ -77,15 +80,19 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
                 ),
                 "recompilations": staged.recompilations,
                 **packed.metrics,
-                **_after(phase, state, progress, report.values),
+                **after,
                 "tokens_seen": progress.tokens_seen,
                 "microbatches": int(packed.batch.tokens.shape[0]),
                 "sequence_length": stage.sequence_length,
                 "step_seconds": report.seconds,
                 "wait_seconds": waited,
+                "after_step_seconds": time.perf_counter() - ended,
+                "checkpoint_seconds": saving,
             }
             run.metrics.write(progress.step, row, phase=phase.name)
+            ended = time.perf_counter()
             run.save(state, progress)
+            saving = time.perf_counter() - ended
     return state, progress
 
 

@@ -14,6 +14,7 @@ from tensorboardX import SummaryWriter
 
 FILENAME = "metrics.jsonl"
 _KEYS = ("phase", "step", "time")
+_SECONDS = "step_seconds"
 
 
 def flatten(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
@@ -51,6 +52,9 @@ class MetricsWriter:
     Rows are never rewritten: after a restart from step k the rows of later steps are written again, and
     `read_metrics` keeps the newer ones. A row is flushed before `write` returns, so a crash can only cut
     the last line.
+
+    A row with `step_seconds` gets `goodput`: the seconds of all steps that count over the time since the
+    first step began, restarts included. A step that a restart does again counts once.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, *, restored_step: int | None = None) -> None:
@@ -62,6 +66,8 @@ class MetricsWriter:
           restored_step: step of the checkpoint this start continues from: rows of later steps are superseded.
         """
         self._file = self._events = None
+        self._began: float | None = None
+        self._useful = 0.0
         if directory is None:
             return
         self._path = Path(directory) / FILENAME
@@ -70,6 +76,10 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
         if restored_step is not None:
             self._append({"restored_step": restored_step, "time": time.time()})
+        if first := next((row for row in _rows(self._path) if _SECONDS in row), None):
+            self._began = _began(first, first["time"])
+            kept = [] if restored_step is None else read_metrics(self._path)
+            self._useful = sum(row.get(_SECONDS, 0.0) for row in kept)
         self._events = SummaryWriter(
             logdir=str(Path(directory) / "tensorboard"),
             purge_step=None if restored_step is None else restored_step + 1,
@@ -88,6 +98,11 @@ class MetricsWriter:
         if self._events is None:
             return
         now = time.time()
+        if _SECONDS in flat:
+            if self._began is None:
+                self._began = _began(flat, now)
+            self._useful += flat[_SECONDS]
+            flat["goodput"] = self._useful / max(now - self._began, self._useful)
         self._append({"phase": phase, "step": int(step), "time": now, **flat})
         for name, value in flat.items():
             if isinstance(value, (int, float)):
@@ -129,6 +144,11 @@ def read_metrics(path: str | os.PathLike[str], *, phase: str | None = None) -> l
             newest[row["phase"], row["step"]] = row
     rows = [row for row in newest.values() if phase is None or row["phase"] == phase]
     return sorted(rows, key=lambda row: row["step"])
+
+
+def _began(row: Mapping[str, Any], written: float) -> float:
+    """When the step of a row began (unix seconds), with its wait for data."""
+    return written - row[_SECONDS] - row.get("wait_seconds", 0.0)
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:

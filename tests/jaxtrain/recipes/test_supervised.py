@@ -96,6 +96,9 @@ def test_values_and_shapes_are_those_of_the_tokens_before_each_step(whole):
         assert row["tokens"] <= row["microbatches"] * 8 * length
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_seconds"])
         assert "mfu" not in row  # a CPU has no published peak
+        assert 0 < row["goodput"] <= 1
+        assert (row["checkpoint_seconds"] > 0) == (seen > 0)  # of the save after the step before
+        assert row["after_step_seconds"] >= 0
         seen += row["tokens"]
         assert row["tokens_seen"] == seen
     assert seen > 2000

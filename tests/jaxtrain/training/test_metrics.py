@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxtrain.training import metrics
 from jaxtrain.training.metrics import MetricsWriter, flatten, read_metrics
 
 
@@ -48,6 +49,29 @@ def test_rows_after_the_restored_step_are_superseded(tmp_path):
     assert _values(read_metrics(tmp_path), "loss") == expected
     assert _values(read_metrics(tmp_path / "metrics.jsonl", phase="train"), "loss") == expected
     assert read_metrics(tmp_path, phase="eval") == []
+
+
+def test_goodput_counts_each_step_once_over_all_time_since_the_first_began(tmp_path, monkeypatch):
+    """By hand: began at 100. 8 of 10 s; 18 of 20; step 2 again: 8 + 12 of 100; all again: 10 of 200."""
+    monkeypatch.setattr(metrics.time, "time", lambda: clock)
+
+    def row(writer: MetricsWriter, step: int, **seconds: float) -> float:
+        writer.write(step, seconds)
+        return next(row["goodput"] for row in read_metrics(tmp_path, phase="train") if row["step"] == step)
+
+    clock = 110.0
+    with MetricsWriter(tmp_path) as writer:
+        assert row(writer, 1, step_seconds=8.0, wait_seconds=2.0) == pytest.approx(8 / 10)
+        writer.write(1, {"reward": 1.0}, phase="eval")
+        clock = 120.0
+        assert row(writer, 2, step_seconds=10.0) == pytest.approx(18 / 20)
+    clock = 200.0
+    with MetricsWriter(tmp_path, restored_step=1) as writer:
+        assert row(writer, 2, step_seconds=12.0) == pytest.approx(20 / 100)
+    clock = 300.0
+    with MetricsWriter(tmp_path) as writer:
+        assert row(writer, 1, step_seconds=10.0) == pytest.approx(10 / 200)
+    assert "goodput" not in read_metrics(tmp_path, phase="eval")[0]
 
 
 def test_a_torn_last_line_is_left_out_and_the_next_start_goes_on(tmp_path):
