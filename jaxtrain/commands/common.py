@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ import typer
 from rollout_bridge.errors import ExpectedError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jaxtrain.config.schema import AsyncGrpoConfig, ExperimentConfig
 
+UNLIMITED = 1 << 14  # columns; a table takes only what it needs
 WRONG_CONFIG = 2  # exit status: nothing was started
 FAILED = 1
 STOPPED = 130  # by Ctrl-C or SIGTERM, with everything saved
@@ -87,6 +91,14 @@ def naming(*others: type[Exception]) -> Iterator[None]:
         yield
     except (ExpectedError, *others) as error:
         fail(f"{type(error).__name__}: {error}")
+
+
+def console() -> Console:
+    """For standard output. Where nobody looks, in a file or a pipe, no line is cut or wrapped."""
+    from rich.console import Console
+
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=UNLIMITED if wide else None)
 
 
 def log_to_stderr() -> None:

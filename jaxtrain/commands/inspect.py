@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from jaxtrain.commands.common import ConfigPath, Name, Overrides, load
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from jaxtrain.commands.common import Check, ConfigPath, Name, Overrides, console, load
 
 
-def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) -> None:
+def inspect(
+    config: ConfigPath,
+    name: Name = None,
+    check: Check = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
     """Show every field of an experiment with its value and the reason for its default.
 
     Values that differ from the default are marked with *. Nothing is started.
     """
     experiment = load(config, name, overrides)
+    if check:
+        print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
+        return
     from pydantic_core import PydanticUndefined
-    from rich.console import Console
     from rich.table import Column, Table
 
     from jaxtrain.config.base import Reference
@@ -28,6 +41,9 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
         title_justify="left",
     )
     values = as_plain(experiment)
+    if json:
+        print(json_module.dumps(values, indent=2))
+        return
     for path, field in walk_fields(type(experiment)):
         value = values
         for part in path:
@@ -41,4 +57,4 @@ def inspect(config: ConfigPath, name: Name = None, overrides: Overrides = None) 
         default = field.get_default(call_default_factory=True)
         changed = default is not PydanticUndefined and value != default
         table.add_row("*" if changed else "", dotted(path), str(value), field.description or "")
-    Console().print(table)
+    console().print(table)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxtrain.commands.common import WRONG_CONFIG, fail, load
+from jaxtrain.commands.common import WRONG_CONFIG, console, fail, load
 
 if TYPE_CHECKING:
     from jaxtrain.config.optimization import OptimizerSection
@@ -138,10 +138,9 @@ def _memory(definition: Definition, section: OptimizerSection, sizes: dict[str, 
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Column, Table
 
-    console, parameters, flops = Console(), found["parameters"], found["flops_per_token"]
+    shown, parameters, flops = console(), found["parameters"], found["flops_per_token"]
     table = Table(
         "part",
         Column("parameters", justify="right"),
@@ -154,8 +153,8 @@ def _show(found: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("total", f"{parameters['total']:,}", f"{parameters['active']:,}")
     table.add_row("without embedding, head, MTP", f"{parameters['body']:,}", f"{parameters['body_active']:,}")
-    console.print(table)
-    console.print(
+    shown.print(table)
+    shown.print(
         f"operations a token, at {found['sequence_length']} tokens: "
         f"training {flops['training']:.4g}, inference {flops['inference']:.4g}"
     )
@@ -164,4 +163,4 @@ def _show(found: dict[str, Any]) -> None:
         shares = ", ".join(
             f"{part} {size / 2**30:.2f} GiB" for part, size in found["bytes_per_device"].items()
         )
-        console.print(f"on each device of {axes}: {shares}")
+        shown.print(f"on each device of {axes}: {shares}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxtrain.commands.common import FAILED, naming
+from jaxtrain.commands.common import FAILED, console, naming
 
 
 def inspect_weights(
@@ -37,17 +37,16 @@ def inspect_weights(
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from jaxtrain.quickstart.view import kilobytes
 
-    console, head, health = Console(), found["head"], found["health"]
-    console.print(f"run {found['run']['run_id']}, incarnation {found['run']['incarnation']}, {found['url']}")
+    shown, head, health = console(), found["head"], found["health"]
+    shown.print(f"run {found['run']['run_id']}, incarnation {found['run']['incarnation']}, {found['url']}")
     if head is None:
-        console.print("nothing is published yet")
+        shown.print("nothing is published yet")
         return
-    console.print(f"head: version {head['version']} of step {head['step']}, owner {head['owner']}")
+    shown.print(f"head: version {head['version']} of step {head['step']}, owner {head['owner']}")
     versions = Table(
         "version", "step", "kind", "whole", "change", "manifest", "x entropy", "changed", title="versions"
     )
@@ -64,13 +63,13 @@ def _show(found: dict[str, Any]) -> None:
             "" if row["delta_over_entropy"] is None else f"{row['delta_over_entropy']:.2f}",
             f"{row['changed_fraction']:.3%}",
         )
-    console.print(versions)
+    shown.print(versions)
     for title, group in (("kind", "by_kind"), ("layer", "by_layer")):
         table = Table(title, "elements changed by a version")
         for name, fraction in found["sparsity"][group].items():
             table.add_row(name, f"{fraction:.3%}")
         if table.row_count:
-            console.print(table)
+            shown.print(table)
     agents = Table(
         "agent", "version", "behind", "seen", "pause", "updates", "errors", "last error", title="agents"
     )
@@ -78,14 +77,14 @@ def _show(found: dict[str, Any]) -> None:
         pause = "" if row["pause_ms_median"] is None else f"{row['pause_ms_median']:.0f} ms"
         values = (row["agent"], row["version"], row["behind"], f"{row['age_seconds']:.0f} s ago", pause)
         agents.add_row(*(str(value) for value in (*values, row["updates"], row["errors"], row["last_error"])))
-    console.print(agents if agents.row_count else "no agent has acknowledged a version")
+    shown.print(agents if agents.row_count else "no agent has acknowledged a version")
     if found["verified"] is not None:
         verified = found["verified"]
-        console.print(f"replayed {verified['versions']} versions, {verified['digests']} digests checked")
+        shown.print(f"replayed {verified['versions']} versions, {verified['digests']} digests checked")
     for name in health["quarantined"]:
-        console.print(f"quarantined by a reader: {name}")
+        shown.print(f"quarantined by a reader: {name}")
     if health["beside_the_chain"]:
-        console.print(f"left by unfinished attempts, removed with old versions: {health['beside_the_chain']}")
-    console.print(
+        shown.print(f"left by unfinished attempts, removed with old versions: {health['beside_the_chain']}")
+    shown.print(
         "the chain is whole" if health["ok"] else "\n".join(["the chain is broken:", *health["problems"]])
     )

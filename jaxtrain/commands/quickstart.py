@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -23,6 +24,10 @@ def quickstart(
     config: ConfigPath = Path("configs/quickstart.yaml"),
     name: Name = None,
     check: Check = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Stop a quickstart of this run that is running, and go on with it."),
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train a small MoE by asynchronous RL on this machine, from nothing to a summary.
@@ -44,7 +49,7 @@ def quickstart(
 
     with naming():
         try:
-            status = run(experiment)
+            status = run(experiment, replace=replace)
         except ConfigError as error:
             fail(str(error), status=WRONG_CONFIG)
     raise typer.Exit(status)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxtrain.commands.common import ConfigPath, Name, Overrides, fail, load, load_async, naming
+from jaxtrain.commands.common import ConfigPath, Name, Overrides, console, fail, load, load_async, naming
 
 
 def report(
@@ -31,19 +32,21 @@ def report(
         plot_noise_scale(config, name, overrides)
         return
     experiment = load_async(config, name, overrides)
-    from rich.console import Console
-
     from jaxtrain.quickstart.report import print_summary, write_report
+    from rollout_bridge.control import read_state
     from rollout_bridge.store import Store
+    from rollout_bridge.weights.format.run import load as load_run
 
     if not experiment.run_dir.is_dir():
         fail(f"{experiment.run_dir}: no such run. Start it with jaxtrain quickstart, or give another --name")
+    local = experiment.store_url.removeprefix("file://")
+    if os.path.isabs(local) and not os.path.isdir(local):
+        fail(f"{experiment.store_url}: the store of {experiment.run_dir} is not there; nothing was written")
     with naming():
-        print_summary(
-            write_report(experiment, Store.open(experiment.store_url, probe=False)),
-            experiment.run_dir,
-            Console(),
-        )
+        store = Store.open(experiment.store_url, probe=False)
+        if load_run(store) is None and read_state(store) is None:
+            fail(f"{experiment.store_url}: holds no run; nothing was written. See that store: is the run's")
+        print_summary(write_report(experiment, store), experiment.run_dir, console())
 
 
 def plot_noise_scale(config: Path, name: str | None, overrides: list[str] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,16 @@ def train(
             metavar="STEP",
             min=-1,
             help="Delete the plans of later RL steps, to recover from a plan that cannot be trained.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="STEP",
+            min=0,
+            help="Go on from the checkpoint of this step; later ones are renamed.",
             show_default=False,
         ),
     ] = None,
@@ -67,6 +78,8 @@ def train(
     except ConfigError as error:
         fail(str(error), status=WRONG_CONFIG)
     log_to_stderr()
+    if step is not None:
+        go_on_from(run_dir / "checkpoints", step)
     follow_parent()
 
     from importlib import import_module
@@ -80,3 +93,13 @@ def train(
             getattr(import_module(module), function)(experiment, run_dir, **options)
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)
+
+
+def go_on_from(checkpoints: Path, step: int) -> None:
+    """Sets later checkpoints aside, or fails with the steps that are there."""
+    from jaxtrain.training.steps import saved_steps, set_aside
+
+    found = saved_steps(checkpoints)
+    if step not in found:
+        fail(f"--step: {checkpoints} has no step {step}; it has {found or 'none'}", status=WRONG_CONFIG)
+    set_aside(checkpoints, after=step)

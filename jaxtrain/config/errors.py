@@ -51,7 +51,7 @@ def _message(
     if kind in {"cross_field", "own_words"}:
         return context["message"]
     if kind == "extra_forbidden":
-        return _unknown_key(path, model, others)
+        return _unknown_key(path, value, model, others)
     if kind == "missing":
         meaning = f" ({field.description})" if field is not None and field.description else ""
         return f"missing; a value is required{meaning}"
@@ -121,7 +121,7 @@ def _resolve(model: type[Section], loc: Path) -> tuple[Path, FieldInfo | None]:
     return tuple(path), field
 
 
-def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Section]]) -> str:
+def _unknown_key(path: Path, value: Any, model: type[Section], others: Mapping[str, type[Section]]) -> str:
     parent: type[Section] = model
     for part in path[:-1]:
         if isinstance(part, str):
@@ -131,7 +131,12 @@ def _unknown_key(path: Path, model: type[Section], others: Mapping[str, type[Sec
     readers = [name for name, other in others.items() if parent is model and key in other.model_fields]
     if readers:
         return f"unknown key; only recipe {' or '.join(readers)} reads it"
-    elsewhere = [dotted(known) for known, _ in walk_fields(model) if known[-1] == key]
+    section = isinstance(value, dict)  # so is what may be meant
+    elsewhere = [
+        dotted(known)
+        for known, field in walk_fields(model)
+        if known[-1] == key and section == (section_of(field) is not None)
+    ]
     if elsewhere and not difflib.get_close_matches(key, allowed, n=1):
         return f"unknown key here; it is {' or '.join(elsewhere)}"
     return unknown_key(key, allowed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,59 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 numbers (1e-4 is a number), and a repeated key is an error rather than the last one wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        given = [(key, value) for key, value in node.value if key.tag != _MERGE]
+        keys = [self.construct_object(key, deep=True) for key, _ in given]
         for i, key in enumerate(keys):
             if key in keys[:i]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", node.value[i][0].start_mark
+                    None, None, f"key {key!r} is given twice", given[i][0].start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+_MERGE = "tag:yaml.org,2002:merge"  # `<<: *base`, which the core schema has not
+# The core schema of YAML 1.2 (section 10.3.2): yes, no, on and off are text, and 0o17 is octal, not 017.
+_CORE = {
+    "null": (r"null|Null|NULL|~|", ["n", "N", "~", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
     ),
-    list("-+0123456789."),
-)
+    "merge": (r"<<", ["<"]),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _name, (_pattern, _first) in _CORE.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Decimal with leading zeros, 0o octal, 0x hexadecimal."""
+    text = str(loader.construct_scalar(node))
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text.removeprefix("0o") if base == 8 else text, base)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *_Loader.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Text that `load_config` reads as the same values."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
 
 
 def load_config(
@@ -82,7 +119,8 @@ def load_config(
         search_path(Path(values["modules"]))
     if reader is ConfigReader.FLEET:
         values = of_a_fleet(values)
-    return _validate(values, origin, weights_known=reader is ConfigReader.SAVED or _remember(values))
+    known = reader is ConfigReader.SAVED or _remember(values)
+    return _validate(values, origin, weights_known=known, stand_in=reader is ConfigReader.FLEET)
 
 
 def _remember(values: dict[str, Any]) -> bool:
@@ -103,10 +141,13 @@ def _remember(values: dict[str, Any]) -> bool:
     return True
 
 
-def _validate(values: dict[str, Any], origin: Any, *, weights_known: bool) -> ExperimentConfig:
+def _validate(
+    values: dict[str, Any], origin: Any, *, weights_known: bool, stand_in: bool
+) -> ExperimentConfig:
+    """weights_known, stand_in: whether every field of the model is given, and whether they may be made up."""
     model = _recipe(values.get("recipe"), origin)
     try:
-        return model.model_validate(values, context={"weights_known": weights_known})
+        return model.model_validate(values, context={"weights_known": weights_known, "stand_in": stand_in})
     except ValidationError as error:
         problems = [
             f"{origin(field)}: {dotted(field)}: {message}"

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
-from jaxtrain.config.load import SAVED, ConfigReader, load_config
+from jaxtrain.config.load import SAVED, ConfigReader, as_yaml, load_config
 from jaxtrain.config.schema import ExperimentConfig, as_plain
 from rollout_bridge.files import write_whole
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether a step or a checkpoint of the run is recorded."""
+    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    stepped = metrics.is_file() and metrics.stat().st_size > 0
+    return stepped or (checkpoints.is_dir() and any(each.name.isdecimal() for each in checkpoints.iterdir()))
+
+
 def check_run(config: ExperimentConfig) -> None:
-    """Raises `ConfigError` naming every field that differs from the saved config, except resumable ones."""
+    """Raises `ConfigError` naming every field that differs from the saved config, except resumable ones.
+
+    A run that has not begun may be started with any settings.
+    """
     run_dir = config.run_dir
     saved_path = run_dir / SAVED
-    if saved_path.exists():
+    if saved_path.exists() and has_begun(run_dir):
         changes = differences(load_config(saved_path, reader=ConfigReader.SAVED), config)
         if changes:
             raise ConfigError(
@@ -35,12 +44,25 @@ def check_run(config: ExperimentConfig) -> None:
 def claim_run(config: ExperimentConfig) -> Path:
     """Saves the config in runs/<name>/ and returns that directory; resumable fields take their new values.
 
-    Raises `ConfigError` as `check_run` does.
+    What a start with other settings left that took no step is renamed: its tokenizer and its own store.
+
+    Raises `ConfigError` as `check_run` does, and where the directory cannot be written.
     """
     check_run(config)
     run_dir = config.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / SAVED, yaml.safe_dump(as_plain(config), sort_keys=False))
+    text = as_yaml(as_plain(config))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        saved = run_dir / SAVED
+        if saved.exists() and not has_begun(run_dir) and saved.read_text(encoding="utf-8") != text:
+            for name in ("store", "tokenizer"):
+                if (run_dir / name).exists():
+                    (run_dir / name).rename(run_dir / f"unused-{name}-{time.time_ns()}")
+        write_whole(saved, text)
+    except OSError as error:
+        raise ConfigError(
+            [f"runs_dir: {run_dir} cannot be written ({error.strerror or error}); name another directory"]
+        ) from error
     return run_dir
 
 

@@ -10,10 +10,11 @@ so a config is checked in well under a second.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from jaxtrain.config.base import (
     NonNegativeInt,
@@ -168,6 +169,24 @@ class SftConfig(ExperimentConfig):
         return self
 
 
+def store_problem(url: str) -> str:
+    """Why processes cannot meet at the URL, "" if they can. Nothing is opened."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "" if os.path.isabs(url) else f"{url} is relative; give an absolute path, or file:///data/run"
+    if scheme == "memory":
+        return (
+            f"{url} is the memory of one process; trainer and fleet are several: use file://, gs:// or s3://"
+        )
+    if scheme not in ("file", "gs", "s3"):
+        return f"{url}: {scheme}:// is not one of file://, gs://, s3://"
+    if scheme == "file" and not os.path.isabs(rest):
+        return f"{url} is relative; a file URL has an absolute path, as in file:///data/run"
+    if not rest.strip("/"):
+        return f"{url} names no {'directory' if scheme == 'file' else 'bucket'}"
+    return ""
+
+
 class AsyncGrpoConfig(ExperimentConfig):
     """Warm start, then asynchronous RL: trainer and fleet meet in the store and never wait for each other."""
 
@@ -193,7 +212,18 @@ class AsyncGrpoConfig(ExperimentConfig):
         return self.store if self.store is not None else f"file://{self.run_dir / 'store'}"
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self, info: ValidationInfo) -> Self:
+        if self.store is not None and (problem := store_problem(self.store)):
+            raise rejection("store", problem)
+        heads, groups = self.model.num_attention_heads, self.model.num_key_value_heads
+        parallel = self.weights.tensor_parallel
+        made_up = (info.context or {}).get("stand_in", False)
+        if not made_up and (heads % parallel or (groups % parallel and parallel % groups)):
+            raise rejection(
+                "weights.tensor_parallel",
+                f"{parallel} does not divide the model's {heads} attention heads and {groups} key/value "
+                "heads",
+            )
         if self.trajectories.length_bins > self.batch.sequence_length:
             raise rejection(
                 "trajectories.length_bins",

@@ -29,8 +29,10 @@ RESUME = "run the same command again: it resumes"
 LOG_LINES = 15
 
 
-def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
+def run(config: AsyncGrpoConfig, *, processes: Compose = compose, replace: bool = False) -> int:
     """Runs to the end. Returns the exit status: 0 finished, 1 failed, 128 + signal when stopped.
+
+    replace: stop a quickstart of this run that is running.
 
     Raises `ConfigError` (the run was started with other settings), `StoreError`, `TakeoverError`.
     """
@@ -39,7 +41,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose) -> int:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     store = Store.open(config.store_url)
     run_dir = claim_run(config)  # after the store has opened: a wrong store binds no run
-    with owned(run_dir, stop_timeout_s=config.processes.stop_timeout_s) as stopped:
+    with owned(run_dir, stop_timeout_s=config.processes.stop_timeout_s, replace=replace) as stopped:
         if stopped:
             console.print(f"Stopped what an earlier invocation left running: {', '.join(stopped)}.")
         if finished(config, store):

@@ -1,4 +1,4 @@
-"""At most one supervisor a run: a new one stops the processes of the one before, then owns the run.
+"""At most one supervisor a run. A new one is refused, or stops the one before if that is asked for.
 
 The lock is the kernel's (flock), so it ends with its holder. Children that are left over are identified by
 process id *and* command line, so another process with a reused id is not touched.
@@ -31,13 +31,21 @@ class TakeoverError(ExpectedError):
 
 
 @contextmanager
-def owned(run_dir: Path, *, stop_timeout_s: float) -> Iterator[list[str]]:
-    """Locks the run. Yields the names of the processes that were stopped first.
+def owned(run_dir: Path, *, stop_timeout_s: float, replace: bool = False) -> Iterator[list[str]]:
+    """Locks the run. Yields the names of the processes that were stopped first: those that a supervisor left
+    which is gone, and with `replace` a supervisor that runs.
 
-    Raises `TakeoverError` if the holder survives SIGTERM for twice `stop_timeout_s` and then SIGKILL.
+    Raises `TakeoverError` if one runs, or survives SIGTERM for twice `stop_timeout_s` and then SIGKILL.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("a+", encoding="utf-8") as lock:
+        if not replace and not _locked(lock.fileno()):
+            lock.seek(0)
+            raise TakeoverError(
+                f"{run_dir}: pid {lock.read().strip() or 'unknown'} runs this already. Look at it with "
+                "jaxtrain report, stop it with Ctrl-C there, give this run another --name, or take it over "
+                "by --replace"
+            )
         stopped = _stop_holder(lock.fileno(), run_dir / LOCK, stop_timeout_s)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

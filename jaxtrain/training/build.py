@@ -75,6 +75,15 @@ class Trainable:
             measure_noise=measure_noise,
         )
 
+    @property
+    def restorable(self) -> TrainState:
+        """Shapes of the state with their shardings: what a checkpoint is restored to."""
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            self.abstract,
+            self.placement.state,
+        )
+
     def initial_state(self, *, seed: int, further: Mapping[str, jax.Array] | None = None) -> TrainState:
         """Random parameters and empty optimizer state, each created on its own shard.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxtrain.training.integrity import digests
+from jaxtrain.training.steps import set_aside
 from rollout_bridge.errors import ExpectedError
+from sharding import processes
+
+log = logging.getLogger(__name__)
 
 # Items of a checkpoint; the JSON one holds the caller's data and the arrays' digests.
 ARRAYS, JSON = "arrays", "json"
@@ -21,6 +26,10 @@ ARRAYS, JSON = "arrays", "json"
 
 class CheckpointError(ExpectedError):
     """A checkpoint is missing, unreadable, or of another state than expected."""
+
+
+class UnreadableCheckpoint(CheckpointError):
+    """Files of a checkpoint are missing or damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Checkpointer:
         try:
             restored = self._manager.restore(step, args=items)
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-            raise CheckpointError(self._unreadable(where, step, str(error))) from error
+            raise UnreadableCheckpoint(self._unreadable(where, step, str(error))) from error
         leaves = {path: restored[ARRAYS][path] for path in wanted}
         saved, found = restored[JSON]["digests"], digests(leaves)
         if damaged := [path for path in wanted if found[path] != saved[path]]:
@@ -137,6 +146,29 @@ class Checkpointer:
             )
         tree = jax.tree.unflatten(jax.tree.structure(like), list(leaves.values()))
         return Restored(step, tree, restored[JSON]["data"])
+
+    def restore_newest(self, like: Any) -> Restored:
+        """As `restore` of the newest checkpoint that can be read; later ones are set aside.
+
+        Raises:
+          CheckpointError: as `restore`; where none can be read, for the newest.
+        """
+        unreadable: list[UnreadableCheckpoint] = []
+        for step in reversed(self.all_steps()):
+            try:
+                restored = self.restore(step, like)
+            except UnreadableCheckpoint as error:
+                unreadable.append(error)
+                continue
+            for error in unreadable:
+                log.error("%s", error)
+            if unreadable:
+                if processes.process_index() == 0:
+                    set_aside(self.directory, after=step)
+                processes.barrier(f"checkpoints after step {step} are set aside")
+                self._manager.reload()
+            return restored
+        raise unreadable[0] if unreadable else CheckpointError(f"{self.directory}: found no checkpoint")
 
     def latest(self) -> int | None:
         """Returns the newest finished step, or None."""
@@ -171,7 +203,7 @@ class Checkpointer:
             stored = self._manager.item_metadata(step)[ARRAYS]
             found = {path: (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in stored.tree.items()}
         except Exception as error:  # as in restore
-            raise CheckpointError(self._unreadable(where, step, f"its metadata: {error}")) from error
+            raise UnreadableCheckpoint(self._unreadable(where, step, f"its metadata: {error}")) from error
         expected = {path: (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in wanted.items()}
         problems = [
             f"{path}: found {_describe(found.get(path))}, expected {_describe(expected.get(path))}"

@@ -75,7 +75,7 @@ class MetricsWriter:
         _drop_torn_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
         if restored_step is not None:
-            self._append({"restored_step": restored_step, "time": time.time()})
+            self.restored(restored_step)
         if first := next((row for row in _rows(self._path) if _SECONDS in row), None):
             self._began = _began(first, first["time"])
             kept = [] if restored_step is None else read_metrics(self._path)
@@ -84,6 +84,10 @@ class MetricsWriter:
             logdir=str(Path(directory) / "tensorboard"),
             purge_step=None if restored_step is None else restored_step + 1,
         )
+
+    def restored(self, step: int) -> None:
+        """Rows of later steps are superseded."""
+        self._append({"restored_step": step, "time": time.time()})
 
     def write(self, step: int, values: Mapping[str, Any], *, phase: str = "train") -> None:
         """Writes one row: phase, step, time (unix seconds) and the flattened values.

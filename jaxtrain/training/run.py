@@ -20,6 +20,7 @@ from jaxtrain.huggingface.layout import write_config
 from jaxtrain.models.config import ModelConfig
 from jaxtrain.training.build import Trainable, mesh_of, trainable_of
 from jaxtrain.training.checkpoint import Checkpointer
+from jaxtrain.training.lock import locked
 from jaxtrain.training.metrics import MetricsWriter
 from jaxtrain.training.progress import Progress
 from jaxtrain.training.start import Start, Texts, open_start
@@ -69,18 +70,23 @@ class Run:
         )
 
     def restore_or_initialize(self) -> tuple[TrainState, Progress]:
-        """The newest checkpoint, or the weights of `model.checkpoint`, or random ones."""
-        trainable, step, weights = self.trainable, self.checkpoints.latest(), self.start.weights
-        if step is None and weights is not None:
+        """The newest checkpoint that can be read, or the weights of `model.checkpoint`, or random ones.
+
+        Checkpoints that cannot be read are set aside. All processes call it.
+        """
+        trainable = self.trainable
+        if (newest := self.checkpoints.latest()) is not None:
+            restored = self.checkpoints.restore_newest(trainable.restorable)
+            if restored.step != newest:
+                self.metrics.restored(restored.step)
+            log.info("restored step %d from %s", restored.step, self.checkpoints.directory)
+            return restored.arrays, Progress.from_json(restored.data)
+        weights = self.start.weights
+        if weights is not None:
             values = weights.load(trainable.definition.shapes, trainable.placement.state.model)
             log.info("starting from the weights in %s", weights.source)
             return state_of(values, trainable.optimizer, trainable.placement), Progress()
-        state = trainable.initial_state(seed=self.config.seed)
-        if step is None:
-            return state, Progress()
-        restored = self.checkpoints.restore(step, state)
-        log.info("restored step %d from %s", step, self.checkpoints.directory)
-        return restored.arrays, Progress.from_json(restored.data)
+        return trainable.initial_state(seed=self.config.seed), Progress()
 
     def save(self, state: TrainState, progress: Progress, *, force: bool = False) -> None:
         """Saves a checkpoint if one is due by the interval. force: in any case."""
@@ -154,6 +160,11 @@ def open_run(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None = N
     texts: what a tokenizer is built from where none is given; None: the prompts of an environment.
     """
     processes.initialize()
+    with locked(run_dir):
+        yield from _opened(config, run_dir, texts=texts)
+
+
+def _opened(config: ExperimentConfig, run_dir: Path, *, texts: Texts | None) -> Iterator[Run]:
     mesh = mesh_of(config.mesh)
     processes.check_count()
     if problems := undivided(config.model, config.microbatches, mesh.shape):

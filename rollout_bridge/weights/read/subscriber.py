@@ -179,7 +179,7 @@ class Subscriber:
             ref: ManifestRef | None = newer
             while ref is not None and ref.version > older.version:
                 if ref not in self._manifests:
-                    self._cache({ref: chain.read_manifest(self.store, ref, joined)})
+                    self._cache(dict([(ref, chain.read_manifest(self.store, ref, joined))]))
                 ref = self._manifests[ref].parent
         except BrokenVersion:
             ref = None if stale else older  # the way from the head may be damaged; what leads to it is there

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from jaxtrain.cli import app
+from jaxtrain.commands.train import go_on_from
+from jaxtrain.training.steps import saved_steps
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -120,10 +124,10 @@ def test_a_recipe_of_ones_own_has_plans_if_it_extends_async_grpo(module: str, tm
         "--discard-plans-after",
         "3",
         f"runs_dir={tmp_path}",
-        "store=none://x",
+        f"store=file://{tmp_path}/missing/store",
     )
     assert (result.exit_code, result.stderr.startswith("StoreError: ")) == (1, True)
-    assert "none://x" in result.stderr and not (tmp_path / "quickstart").exists()
+    assert "missing/store" in result.stderr and not (tmp_path / "quickstart").exists()
 
 
 def test_a_source_of_ones_own_needs_no_environment(module: str, tmp_path: Path) -> None:
@@ -176,3 +180,55 @@ print([module for module in ("jax", "numpy", "transformers", "torch") if module 
         check=True,
     )
     assert result.stdout.split() == ["0", "2", "[]"]
+
+
+def test_a_report_without_the_store_writes_nothing(tmp_path: Path) -> None:
+    """Neither over the summary that is there, nor an empty store."""
+    run_dir = tmp_path / "quickstart"
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text("{}")
+    result = run("report", "--config", QUICKSTART, f"runs_dir={tmp_path}")
+    assert (result.exit_code, "the store of" in result.stderr) == (1, True)
+    (run_dir / "store").mkdir()
+    result = run("report", "--config", QUICKSTART, f"runs_dir={tmp_path}")
+    assert (result.exit_code, "holds no run" in result.stderr) == (1, True)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["store", "summary.json"]
+    assert (run_dir / "summary.json").read_text() == "{}"
+
+
+def test_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    """Later ones are renamed; a step that is not there is refused with those that are."""
+    checkpoints = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        (checkpoints / str(step)).mkdir(parents=True)
+    with pytest.raises(typer.Exit) as refused:
+        go_on_from(checkpoints, 15)
+    assert refused.value.exit_code == 2 and saved_steps(checkpoints) == [10, 20, 30]
+    go_on_from(checkpoints, 10)
+    assert saved_steps(checkpoints) == [10]
+    assert sorted(path.name.rpartition("-")[0] for path in checkpoints.glob("aside-*")) == [
+        "aside-20",
+        "aside-30",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect", "--config", QUICKSTART), ("inspect", "model", "glm-4.5-air")]
+)
+def test_a_table_is_never_cut_where_nobody_looks(command: tuple[str, ...], monkeypatch) -> None:
+    """Piped, every row is one line, however long."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = run(*command).stdout.splitlines()
+    assert max(map(len, lines)) > 80 or command[1] == "model"
+    assert not [line for line in lines if "…" in line]
+    if command[1] != "model":
+        [line] = [line for line in lines if " trajectories.wait_timeout_s" in line]
+        assert "how long a step waits for trajectories, a server's start included" in line
+
+
+def test_inspect_prints_json() -> None:
+    found = json.loads(run("inspect", "--config", QUICKSTART, "--json", "rl.steps=7").stdout)
+    assert found["rl"]["steps"] == 7 and found["trajectories"]["max_lag"] == 8
+    assert run("inspect", "--config", QUICKSTART, "--check").stdout.startswith(
+        f"{QUICKSTART}: ok (async_grpo"
+    )

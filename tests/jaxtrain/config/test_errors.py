@@ -63,6 +63,28 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
             "rollouts.server_args: --host=0.0.0.0 cannot be set here: the server listens on a loopback "
             "address only",
         ),
+        ("store=hdfs://x", "store: hdfs://x: hdfs:// is not one of file://, gs://, s3://"),
+        ("store=relative", "store: relative is relative; give an absolute path, or file:///data/run"),
+        (
+            "store=file://x",
+            "store: file://x is relative; a file URL has an absolute path, as in file:///data/run",
+        ),
+        ("store=s3://", "store: s3:// names no bucket"),
+        (
+            "store=memory://x",
+            "store: memory://x is the memory of one process; trainer and fleet are several: use file://, "
+            "gs:// or s3://",
+        ),
+        (
+            "weights.tensor_parallel=3",
+            "weights.tensor_parallel: 3 does not divide the model's 4 attention heads and 2 key/value heads",
+        ),
+        (
+            "data.path=x",
+            "data: unknown key; allowed here: recipe, modules, name, seed, runs_dir, model, mesh, tokenizer, "
+            "optimizer, batch, checkpoint, failure, environment, store, warm_start, rl, trajectories, "
+            "rollouts, weights, evaluation, processes",
+        ),
         ("trajectories.max_lga=2", "trajectories.max_lga: unknown key; did you mean 'max_lag'?"),
         ("max_lag=2", "max_lag: unknown key here; it is trajectories.max_lag"),
         ("sft.steps=2", "sft: unknown key; only recipe sft reads it"),

@@ -138,6 +138,7 @@ def test_a_run_saves_what_was_named_with_its_options(rl_yaml: Path, tmp_path: Pa
     config = load(rl_yaml, "rl.loss.eps_low=0.3", f"runs_dir={tmp_path / 'runs'}")
     run_dir = claim_run(config)
     assert load(run_dir / "config.yaml") == config
+    (run_dir / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"rl\.loss.*the run was started with"):
         claim_run(load(rl_yaml, "rl.loss.eps_low=0.4", f"runs_dir={tmp_path / 'runs'}"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from jaxtrain.config.errors import ConfigError, walk_fields
 from jaxtrain.config.fleet import WeightSection
-from jaxtrain.config.load import load_config, parse_override
+from jaxtrain.config.load import as_yaml, load_config, parse_override
 from jaxtrain.config.model import ModelSection
 from jaxtrain.config.presets import MODEL_PRESETS
 from jaxtrain.config.resume import claim_run, differences
@@ -107,6 +108,7 @@ def test_a_run_keeps_its_settings_except_those_safe_to_change(tmp_path: Path) ->
     first = quickstart(f"runs_dir={tmp_path}")
     run_dir = claim_run(first)
     assert load_config(run_dir / "config.yaml") == first
+    (run_dir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
 
     longer = quickstart(f"runs_dir={tmp_path}", f"rl.steps={first.rl.steps + 5}", "rollouts.workers=2")
     claim_run(longer)
@@ -146,3 +148,54 @@ def test_the_writer_of_versions_does_as_the_config_says() -> None:
     asked = writer_settings(quickstart("weights.preset=fast", "weights.full_fraction=0.5").weights)
     assert (asked.preset, asked.max_chain_fraction) == ("fast", 0.5)
     assert writer_settings(quickstart().weights).preset == "small"
+
+
+# Section 10.3.2 of YAML 1.2: what each form is, and what only looks like one.
+CORE_SCHEMA = {
+    "null": None, "Null": None, "~": None, "nULL": "nULL",
+    "true": True, "True": True, "FALSE": False, "tRUE": "tRUE", "yes": "yes", "no": "no", "on": "on",
+    "Off": "Off", "0": 0, "-19": -19, "+7": 7, "017": 17, "0o7": 7, "0o17": 15, "0x3A": 58, "0b11": "0b11",
+    "1_000": "1_000", "12:30:00": "12:30:00", "0o8": "0o8",
+    "0.": 0.0, "-0.0": 0.0, ".5": 0.5, "12e03": 12000.0, "-2E+05": -200000.0, "1e-4": 1e-4, "1.5e3": 1500.0,
+    ".inf": math.inf, "-.Inf": -math.inf, "1.5.2": "1.5.2", "2026-12-01": "2026-12-01", "=": "=", "e5": "e5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CORE_SCHEMA)
+def test_scalars_are_those_of_the_core_schema_and_come_back_when_saved(text: str) -> None:
+    _, found = parse_override(f"a={text}")
+    assert (found, type(found)) == (CORE_SCHEMA[text], type(CORE_SCHEMA[text]))
+    for value in (text, found):
+        assert parse_override("a=" + as_yaml({"b": value}).removeprefix("b: ").strip())[1] == value
+
+
+def test_mappings_may_be_merged(tmp_path: Path) -> None:
+    text = (ROOT / "configs/sft.yaml").read_text()
+    merged = text.replace("checkpoint:\n", "checkpoint:\n  <<: &base {every_steps: 7, keep: 3}\n")
+    assert merged != text
+    (tmp_path / "merged.yaml").write_text(merged)
+    config = load_config(tmp_path / "merged.yaml")
+    assert (config.checkpoint.every_steps, config.checkpoint.keep) == (50, 3), "a key beside it wins"
+
+
+def test_a_start_that_took_no_step_binds_the_name_to_nothing(tmp_path: Path) -> None:
+    """What it left is renamed, so that the next start does not mix the two."""
+    run_dir = claim_run(quickstart(f"runs_dir={tmp_path}"))
+    (run_dir / "store" / "control").mkdir(parents=True)
+    (run_dir / "tokenizer").mkdir()
+    claim_run(quickstart(f"runs_dir={tmp_path}"))
+    assert (run_dir / "store").exists(), "the same settings go on with what is there"
+    other = quickstart(f"runs_dir={tmp_path}", "seed=9")
+    claim_run(other)
+    assert load_config(run_dir / "config.yaml") == other
+    left = sorted(path.name.rpartition("-")[0] for path in run_dir.iterdir() if path.is_dir())
+    assert left == ["unused-store", "unused-tokenizer"]
+    (run_dir / "checkpoints" / "0").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="seed: the run was started with 9, now 0"):
+        claim_run(quickstart(f"runs_dir={tmp_path}"))
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="runs_dir: .*file/x/quickstart cannot be written"):
+        claim_run(quickstart(f"runs_dir={tmp_path}/file/x"))

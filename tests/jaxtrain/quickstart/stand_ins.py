@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300.
 if __name__ == "__main__":
     directory, *names = sys.argv[1:]
     run = Path(directory)
-    with owned(run, stop_timeout_s=PATIENCE_S) as stopped:
+    with owned(run, stop_timeout_s=PATIENCE_S, replace=True) as stopped:
         (run / "stopped").write_text(" ".join(sorted(stopped)))
         specs = [spec(name, run, OBEDIENT) for name in names]
         outcome = supervise(specs, run_dir=run, stop_timeout_s=PATIENCE_S)

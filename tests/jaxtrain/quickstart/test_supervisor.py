@@ -189,7 +189,12 @@ def test_a_holder_that_has_not_said_so_yet_is_stopped_and_not_who_was_named_befo
     monkeypatch.setattr(takeover, "_holder", look_then_tell)
     try:
         wait_until((tmp_path / "held").exists, "the lock of the holder")
-        with owned(tmp_path, stop_timeout_s=PATIENCE_S) as stopped:
+        with (
+            pytest.raises(takeover.TakeoverError, match="runs this already"),
+            owned(tmp_path, stop_timeout_s=PATIENCE_S),
+        ):
+            raise AssertionError("two own the run")
+        with owned(tmp_path, stop_timeout_s=PATIENCE_S, replace=True) as stopped:
             assert stopped == ["quickstart"]
             assert (tmp_path / "quickstart.lock").read_text() == f"{os.getpid()}\n"
         assert holder.wait(timeout=300) == -signal.SIGTERM

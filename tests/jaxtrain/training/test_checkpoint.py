@@ -18,8 +18,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.optim.optimizer import OptimizerConfig, build
-from jaxtrain.training.checkpoint import Checkpointer, CheckpointError
+from jaxtrain.training.checkpoint import Checkpointer, CheckpointError, UnreadableCheckpoint
 from jaxtrain.training.integrity import digests
+from jaxtrain.training.steps import saved_steps
 
 ROOT = Path(__file__).parents[3]
 
@@ -163,8 +164,33 @@ def test_a_damaged_checkpoint_says_what_to_restore_instead(checkpointer, damage)
         CheckpointError, match=r"(?s)checkpoints/20: could not be read.*restore one of \[10\]"
     ):
         checkpointer.restore(None, {"x": jnp.zeros(4096)})
-    assert checkpointer.restore(10, {"x": jnp.zeros(4096)}).data == {"step": 10}
+    like = {"x": jax.ShapeDtypeStruct((4096,), jnp.float32)}
+    assert checkpointer.restore_newest(like).step == 10
+    assert saved_steps(checkpointer.directory) == checkpointer.all_steps() == [10]
+    assert checkpointer.save(20, {"x": jnp.ones(4096)}, {"step": "again"}, force=True)
+    checkpointer.wait()
+    assert checkpointer.restore_newest(like).data == {"step": "again"}
     gc.collect()  # Orbax leaves the coroutines of reads that failed: theirs are the warnings ignored here
+
+
+def test_where_no_checkpoint_can_be_read_the_newest_is_named_and_all_stay(checkpointer):
+    for step in (10, 20):
+        checkpointer.save(step, {"x": jnp.arange(8.0)}, {})
+    checkpointer.wait()
+    for step in (10, 20):
+        shutil.rmtree(Path(checkpointer.directory) / str(step) / "arrays")
+    with pytest.raises(UnreadableCheckpoint, match="checkpoints/20: could not be read"):
+        checkpointer.restore_newest({"x": jnp.zeros(8)})
+    assert saved_steps(checkpointer.directory) == [10, 20]
+
+
+def test_another_state_is_an_error_not_a_reason_to_go_back(checkpointer):
+    for step in (10, 20):
+        checkpointer.save(step, {"x": jnp.arange(8.0)}, {})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match="checkpoints/20: 1 leaves are not those of this state"):
+        checkpointer.restore_newest({"x": jnp.zeros(9)})
+    assert saved_steps(checkpointer.directory) == [10, 20]
 
 
 def test_a_flipped_bit_names_the_leaf(checkpointer):

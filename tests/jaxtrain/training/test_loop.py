@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -207,3 +208,20 @@ def test_what_follows_a_step_may_be_ended_by_a_stop_and_the_step_counts(tmp_path
     run.checkpoints.close()
     run.metrics.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == [AT_START.step + 1]
+
+
+def test_a_run_restores_onto_shapes(trained, tmp_path, monkeypatch):
+    """No random state is made beside the restored one: at most one state is in memory."""
+    directory, _, end, _, _ = trained
+    run = run_in(tmp_path)
+    shutil.copytree(directory / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
+    run.checkpoints._manager.reload()
+    monkeypatch.setattr(type(run.trainable), "initial_state", None)
+    state, progress = run.restore_or_initialize()
+    assert progress.step == AT_START.step + STEPS
+    found, expected = map(jax.tree.leaves, (state, end))
+    assert all(
+        a.sharding == b for a, b in zip(found, jax.tree.leaves(run.trainable.placement.state), strict=True)
+    )
+    assert all((np.asarray(a) == b).all() for a, b in zip(found, expected, strict=True))
+    run.checkpoints.close()
