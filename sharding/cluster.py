@@ -115,7 +115,7 @@ def _environment() -> Any:
 
 def _tpu_allowed() -> bool:
     """False on a TPU host whose program is restricted to other devices, as tests are."""
-    platforms = jax.config.jax_platforms
+    platforms = str(getattr(jax.config, "jax_platforms", None) or "")
     return not platforms or "tpu" in platforms.split(",")
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rollout_bridge.control import CONTRACT_KEY, Refusals, read
 from rollout_bridge.store import Store
+from rollout_bridge.trajectories import segment
 from rollout_bridge.trajectories.accounting import count
-from rollout_bridge.trajectories.plan import plan_steps
+from rollout_bridge.trajectories.contract import Contract
+from rollout_bridge.trajectories.log import SegmentWriter
+from rollout_bridge.trajectories.plan import plan_steps, read_plan
+from rollout_bridge.trajectories.schema import Trajectory
 from rollout_bridge.weights.format.chain import read_latest
 from tests.jaxtrain.recipes.ring import RL_STEPS, WARM_STEPS, Ring
+from tests.rollout_bridge.trajectories.conftest import made_group
 from tests.running import runs
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]  # two runs each, on whatever machine
@@ -48,6 +57,60 @@ def test_a_killed_process_leaves_no_trace(tmp_path, victim, rl_steps):
     ring.kill(ring.start(), victim, when=due)
     finish(ring)
     assert_sound(ring)
+
+
+def hostile(contract: Contract) -> dict[str, list[Trajectory]]:
+    """A group of each kind, each with a prompt of its own, by what its reason says."""
+    size = contract.group_size
+
+    def group(number: int, **changes: Any) -> list[Trajectory]:
+        rows = made_group(10**6 + number, rewards=[0.0, 1.0] * (size // 2), versions=[[1, 1, 1]] * size)
+        rows = [replace(row, token_ids=row.token_ids % 7, temperature=contract.temperature) for row in rows]
+        return [replace(rows[0], **changes), *rows[1:]]
+
+    tokens = group(0)[0].token_ids
+    return {
+        "temperature": group(1, temperature=0.0),
+        "reward": group(2, reward=1e39),
+        "token id": group(3, token_ids=np.where(tokens >= 0, contract.vocabulary, tokens).astype(np.int32)),
+        "not finite": group(4, behavior_logprobs=np.full(len(tokens), np.nan, np.float32)),
+        "group_size": group(5)[:1],
+        "routed experts": group(6, routed_experts=np.zeros((len(tokens), 2, 2), np.int16)),
+    }
+
+
+def test_hostile_rows_are_quarantined_and_no_step_is_nan(tmp_path, monkeypatch):
+    """Written beside those of the run's worker by one that checks nothing."""
+    ring = Ring(tmp_path)
+    running, key = ring.start(), ring.run_dir / "store" / CONTRACT_KEY
+    ring.wait(running, key.exists)
+    store = Store.open(str(ring.run_dir / "store"))
+    contract = read(store, Contract, CONTRACT_KEY)
+    assert contract is not None
+    kinds = hostile(contract)
+    monkeypatch.setattr(segment, "_check", lambda *row: None)
+    keys = {
+        SegmentWriter(store, "hostile", contract=contract).append(rows): reason
+        for reason, rows in kinds.items()
+    }
+    far = [replace(row, versions=np.where(row.trainable, 10**6, -1)) for row in hostile(contract)["reward"]]
+    SegmentWriter(store, "ahead", contract=contract).append([replace(row, reward=0.5) for row in far])
+    monkeypatch.undo()
+    output, _ = running.communicate(timeout=900)
+    assert running.returncode == 0, output
+    assert_sound(ring)
+    quarantined = {}
+    for step in range(RL_STEPS):
+        plan = read_plan(store, step)
+        assert plan is not None and not any(row.segment in keys for row in plan.rows)
+        quarantined |= plan.quarantined
+    assert quarantined.keys() == keys.keys() and all(keys[key] in quarantined[key] for key in keys)
+    told = read(store, Refusals, "control/refused/hostile.json")
+    assert told is not None and told.segments == len(keys)
+    rows = ring.rl_rows()
+    assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows)
+    assert rows[-1]["quarantined_segments"] == len(keys)
+    assert sum(row.get("dropped_ahead_of_trainer", 0) for row in rows) == len(far)
 
 
 def test_a_killed_parent_takes_its_processes_along(tmp_path):
