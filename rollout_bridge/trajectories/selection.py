@@ -22,7 +22,7 @@ from rollout_bridge.trajectories.log import TrajectoryRef
 from rollout_bridge.trajectories.packing import Room, best_fit, positions
 from rollout_bridge.trajectories.plan import Plan, PlanError, PlanRow, RowRef
 from rollout_bridge.trajectories.sampler import draw_order
-from rollout_bridge.trajectories.schema import Trajectory
+from rollout_bridge.trajectories.schema import Status, Trajectory
 
 RESERVED_REASONS = frozenset(
     [
@@ -252,10 +252,18 @@ def _advantages(valid: list[TrajectoryRef], advantage: Advantage) -> dict[int, f
 def _judge_group(
     members: list[TrajectoryRef], *, version: int, lag: Lag, settings: SelectionSettings
 ) -> tuple[list[_Candidate], list[tuple[str, TrajectoryRef]]]:
-    valid = [ref for ref in members if ref.status in VALID]
-    dropped = [("environment_failure", ref) for ref in members if ref.status not in VALID]
+    newest = {ref.member: max((found for found, _ in ref.version_counts), default=0) for ref in members}
+    if version + 1 in newest.values():
+        return [], []  # published this moment, and not known here yet
+    ahead = {member for member, found in newest.items() if found > version}  # no version that there is
+    valid = [ref for ref in members if ref.status in VALID and ref.member not in ahead]
+    dropped = [
+        ("ahead_of_trainer" if ref.member in ahead else "environment_failure", ref)
+        for ref in members
+        if ref.status not in VALID or ref.member in ahead
+    ]
     slots = recovery_slots(
-        [ref.status for ref in members],
+        [Status.ENVIRONMENT_FAILURE if ref.member in ahead else ref.status for ref in members],
         min_valid_fraction=settings.min_valid_fraction,
         boundary=settings.boundary,
     )
@@ -272,12 +280,7 @@ def _judge_group(
         left = [ref for ref, keep in zip(left, kept, strict=True) if keep]
     candidates = []
     for ref in left:
-        newest = max((found for found, _ in ref.version_counts), default=0)
-        if newest > version + 1:
-            dropped.append(("ahead_of_trainer", ref))
-        elif newest > version:
-            continue  # published this moment, and not known here yet
-        elif not passes(ref.version_counts, lag=lag, gate=settings.gate):
+        if not passes(ref.version_counts, lag=lag, gate=settings.gate):
             dropped.append(("stale", ref))
         elif positions(ref.tokens) > settings.sequence_length:
             dropped.append(("too_long", ref))
@@ -359,7 +362,7 @@ def _settled(
     """Sums over the valid trajectories that a plan trains or drops, so each counts once in a run."""
     places = {row.place for row in rows}
     for reason, dropped in drops.items():
-        places |= {row.place for row in dropped} if reason != "duplicate" else set()
+        places |= set() if reason in ("duplicate", "ahead_of_trainer") else {row.place for row in dropped}
     sums: dict[str, float] = defaultdict(float)
     for ref in refs:
         if (ref.segment, ref.row) in places and ref.status in VALID:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
+from jaxtrain.rl.filters.no_signal import NoSignal
 from rollout_bridge.control import Refusals, read
 from rollout_bridge.store import Store
 from rollout_bridge.trajectories import segment
@@ -157,22 +158,22 @@ def test_another_contract_is_refused_with_every_field_that_differs(run):
 
 
 def test_a_version_that_the_trainer_has_not_published_is_not_fresh(store):
-    """One that it published this moment waits; one of which it cannot know is dropped by name."""
+    """A group with one that it published this moment waits; what it cannot know of is dropped by name."""
     writer = SegmentWriter(store, "w")
     writer.append(made_group(0, versions=[[3], [3]]) + made_group(1, versions=[[4], [3]]))
-    ahead = writer.append(made_group(2, versions=[[3], [3, 10**6]]))
-    planner = Planner(store, selection_settings(LENGTH, rows=1), outstanding_groups=4)
+    ahead = writer.append(made_group(2, versions=[[3], [3, 10**6]], rewards=[0.5, 0.5]))
+    planner = Planner(store, selection_settings(LENGTH, rows=1, filters=(NoSignal(),)), outstanding_groups=4)
+    writer.append([row for index in range(3, 5) for row in made_group(index, versions=[[3], [3]])])
     plan = planner.plan(0, 3, timeout=5)
     assert [row.trajectory_id for row in plan.drops["ahead_of_trainer"]] == ["00000002/1"]
     assert plan.drops["ahead_of_trainer"][0].segment == ahead
     named = [row.trajectory_id for row in plan.rows] + [
         r.trajectory_id for d in plan.drops.values() for r in d
     ]
-    assert "00000001/0" not in named
-    SegmentWriter(store, "x").append(
-        [row for index in range(3, 9) for row in made_group(index, versions=[[4], [4]], created_at=9.0)]
-    )
-    later = [planner.plan(step, 4, timeout=5) for step in (1, 2)]
+    assert not [name for name in named if name.startswith("00000001")]
+    assert plan.settled["trajectories"] == len(set(named)) - 1, "it is in no mean"
+    writer.append([row for index in range(5, 9) for row in made_group(index, versions=[[4], [4]])])
+    later = [planner.plan(step, 4, timeout=5) for step in (1, 2, 3)]
     assert "00000001/0" in [row.trajectory_id for plan in later for row in plan.rows]
 
 
