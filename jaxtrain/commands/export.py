@@ -34,8 +34,15 @@ def export(
         int, typer.Option(min=1, help="Ranks of the engine that will serve fp8: its slices are whole blocks.")
     ] = 1,
     expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="That engine spreads experts whole over its ranks.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--expert-parallel/--no-expert-parallel", help="That engine spreads experts whole over its ranks."
+        ),
+    ] = True,
+    min_fp8_share: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Refuse an fp8 export with a smaller part of the parameters in FP8."),
+    ] = 0.0,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory that transformers and vLLM load.
 
@@ -52,6 +59,7 @@ def export(
     from sharding import processes
     from sharding.errors import ShardingError
 
+    serving = ServingLayout(tensor_parallel, expert_parallel and tensor_parallel > 1)
     with naming(ShardingError):
         processes.initialize()
         export_model(
@@ -61,10 +69,24 @@ def export(
             step=step,
             architecture=architecture,
             export_format=format,
-            serving=ServingLayout(tensor_parallel, expert_parallel),
+            serving=serving,
             shard_bytes=shard_bytes,
+            min_fp8_share=min_fp8_share,
         )
-    print(f"{destination}: exported as {format.value}")
+    print(f"{destination}: exported as {format.value}{_share(destination, serving, format)}")
+
+
+def _share(directory: Path, serving: ServingLayout, format: ExportFormat) -> str:
+    """`, 98.7% of the parameters in FP8 ...` of an FP8 export."""
+    if format is not ExportFormat.FP8:
+        return ""
+    from jaxtrain.huggingface.layout import read_config
+    from rollout_bridge import architectures
+    from rollout_bridge.quantization.plan import fp8_share, plan_for
+
+    decoder = architectures.read(read_config(directory))
+    sources = architectures.tensors(decoder)
+    return f", {fp8_share(sources, plan_for(sources, serving=serving, head_dim=decoder.head_dim), serving)}"
 
 
 def shard_size(text: str) -> int:

@@ -239,7 +239,7 @@ def serve_settings(config: AsyncGrpoConfig, *, agent_id: str) -> ServeSettings:
             update_timeout=section.update_timeout_s,
             tensor_parallel=config.weights.tensor_parallel,
             data_parallel=config.weights.data_parallel,
-            expert_parallel=config.weights.expert_parallel,
+            expert_parallel=config.weights.experts_whole and config.model.n_routed_experts is not None,
             max_model_len=config.batch.sequence_length,
             max_num_seqs=section.slots,
             cpu_threads=",".join(map(str, cores)) or "auto",

@@ -13,6 +13,7 @@ from jaxtrain.commands.common import WRONG_CONFIG, console, fail, load
 
 if TYPE_CHECKING:
     from jaxtrain.config.optimization import OptimizerSection
+    from jaxtrain.config.schema import ExperimentConfig
     from jaxtrain.models.config import ModelConfig
     from jaxtrain.models.definition import Definition
 
@@ -35,9 +36,17 @@ def inspect_model(
     vocabulary: Annotated[
         int | None,
         typer.Option(
-            "--vocabulary", min=1, help="Entries of the embedding, if the name has none. (default: 64)"
+            "--vocabulary",
+            min=1,
+            help="Entries of the embedding, if the name has none. (default: 64; of an experiment, its own)",
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks of the engine that serves it, for its share in FP8.")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel/--no-expert-parallel", help="Experts are whole on one rank.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show parameters by part, total and active, operations for each token, and bytes on a mesh's devices.
@@ -58,6 +67,7 @@ def inspect_model(
             "vocabulary": config.vocab_size,
             **describe(definition, sequence_length=sequence_length),
         }
+        found["fp8"] = _fp8(config, tensor_parallel, expert_parallel and tensor_parallel > 1)
         if sizes:
             found["mesh"] = sizes
             found["bytes_per_device"] = _memory(definition, optimizer or OptimizerSection(), sizes)
@@ -67,6 +77,47 @@ def inspect_model(
         print(json_module.dumps(found, indent=2))
     else:
         _show(found)
+
+
+def _fp8(config: ModelConfig, tensor_parallel: int, expert_parallel: bool) -> dict[str, Any]:
+    """What an engine of that layout holds in FP8."""
+    from rollout_bridge import architectures
+    from rollout_bridge.quantization.plan import ServingLayout, fp8_share, plan_for
+
+    serving = ServingLayout(tensor_parallel, expert_parallel)
+    sources = architectures.tensors(config)
+    share = fp8_share(sources, plan_for(sources, serving=serving, head_dim=config.head_dim), serving)
+    return {
+        "tensor_parallel": tensor_parallel,
+        "expert_parallel": expert_parallel,
+        "share": share.share,
+        "refused": share.refused,
+        "text": str(share),
+    }
+
+
+def _vocabulary(experiment: ExperimentConfig) -> int:
+    """Rows of the embedding that a start of the experiment makes; builds its tokenizer if none is given."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    from jaxtrain.data.environments import open_environment
+    from jaxtrain.data.tokenizer import build, prompts_of
+    from jaxtrain.training.start import vocabulary_size
+
+    saved = experiment.run_dir / "config.json"
+    given = experiment.model.checkpoint
+    for path in (saved, *([Path(given) / "config.json"] if given is not None else [])):
+        if path.is_file():
+            return int(json_module.loads(path.read_text(encoding="utf-8"))["vocab_size"])
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = experiment.tokenizer.path
+        if tokenizer is None:
+            if getattr(experiment, "environment", None) is None:
+                return 64
+            tokenizer = str(build(prompts_of(open_environment(experiment)), Path(directory)))
+        return vocabulary_size(len(AutoTokenizer.from_pretrained(tokenizer)), None, None)
 
 
 def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSection | None]:
@@ -100,7 +151,9 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
         return ModelConfig.from_hf(given | ({"vocab_size": vocabulary} if vocabulary else {})), None
     experiment = load(path, None, None)
     model = experiment.model
-    return ModelConfig.of(model.decoder(vocab_size=vocabulary or 64), **model.numerics), experiment.optimizer
+    return ModelConfig.of(
+        model.decoder(vocab_size=vocabulary or _vocabulary(experiment)), **model.numerics
+    ), experiment.optimizer
 
 
 def _mesh_sizes(text: str | None) -> dict[str, int]:
@@ -154,6 +207,8 @@ def _show(found: dict[str, Any]) -> None:
     table.add_row("total", f"{parameters['total']:,}", f"{parameters['active']:,}")
     table.add_row("without embedding, head, MTP", f"{parameters['body']:,}", f"{parameters['body_active']:,}")
     shown.print(table)
+    layout = found["fp8"]
+    shown.print(f"served by {layout['tensor_parallel']} ranks: {layout['text']}")
     shown.print(
         f"operations a token, at {found['sequence_length']} tokens: "
         f"training {flops['training']:.4g}, inference {flops['inference']:.4g}"

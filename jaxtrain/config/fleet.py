@@ -171,7 +171,12 @@ class WeightSection(Section):
     data_parallel: PositiveInt = setting(
         1, "engines that share routed experts, cut among all their ranks unless expert_parallel"
     )
-    expert_parallel: bool = setting(False, "experts whole on one rank each, so that more of them are FP8")
+    expert_parallel: bool = setting(
+        True, "of several ranks, experts whole on one each: cut into slices, most of them could not be FP8"
+    )
+    min_fp8_share: Fraction = setting(
+        0.0, "a run whose layout leaves a smaller part of the parameters in FP8 is refused"
+    )
     retention_versions: NonNegativeInt = setting(
         200, "an agent this far behind still finds its deltas; beyond, it takes a full one", resumable=True
     )
@@ -180,6 +185,11 @@ class WeightSection(Section):
         "a version stays this long after the next one came, for readers that acknowledge nothing",
         resumable=True,
     )
+
+    @property
+    def experts_whole(self) -> bool:
+        """Whether an engine of several ranks gives each expert to one of them."""
+        return self.expert_parallel and self.tensor_parallel * self.data_parallel > 1
 
 
 class ProcessSection(Section):

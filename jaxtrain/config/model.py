@@ -22,7 +22,7 @@ from jaxtrain.config.base import (
 from jaxtrain.config.checkpoint import fill_from_checkpoint
 from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
 from rollout_bridge import architectures
-from rollout_bridge.architectures import ArchitectureError, DecoderConfig
+from rollout_bridge.architectures import ArchitectureError, DecoderConfig, rope
 
 DECODER = frozenset(item.name for item in dataclasses.fields(DecoderConfig))
 
@@ -68,6 +68,9 @@ class ModelSection(Section):
     )
     # Of all, with the architecture's usual value.
     rope_theta: PositiveFloat = required("base of the rotary embedding; by architecture")
+    rope_scaling: dict[str, Any] | None = setting(
+        None, "longer contexts than those trained on: rope_type (linear, llama3 or yarn) and its parameters"
+    )
     rms_norm_eps: PositiveFloat = required("added to the mean square of a norm; by architecture")
     max_position_embeddings: PositiveInt = required("longest sequence; 4096 is GLM-4.5's in pre-training")
     initializer_range: PositiveFloat = required("standard deviation of new matrices; 0.02 as published")
@@ -133,7 +136,7 @@ class ModelSection(Section):
             raise rejection(
                 stray[0], f"architecture {self.architecture!r} does not read it; leave out {', '.join(stray)}"
             )
-        missing = sorted((own - {"vocab_size"}) - given)
+        missing = sorted((own - {"vocab_size", "rope_scaling"}) - given)
         if missing:
             raise rejection(
                 missing[0], f"missing; architecture {self.architecture!r} needs {', '.join(missing)}"
@@ -168,7 +171,8 @@ class ModelSection(Section):
                 f"{factor} of head_dim {self.head_dim} rotates {rotated:g} components; "
                 "an even number is needed",
             )
-        problems = self.decoder(vocab_size=1).problems()
+        scaling = self.rope_scaling or {}
+        problems = rope.problems("rope_scaling", scaling) + self.decoder(vocab_size=1).problems()
         if problems:
             field, _, problem = problems[0].partition(": ")
             raise rejection(field, problem)

@@ -6,6 +6,7 @@ the host. Files hold the tensors in the order of the parameters; the index gives
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -24,9 +25,18 @@ from rollout_bridge.architectures import DecoderConfig
 from rollout_bridge.architectures.tensors import TensorSource, leading_shape, paths
 from rollout_bridge.files import whole_directory
 from rollout_bridge.quantization.host import quantize_block_fp8, scale_shape
-from rollout_bridge.quantization.plan import Format, QuantizationPlan, ServingLayout, plan_for, scale_name
+from rollout_bridge.quantization.plan import (
+    Format,
+    QuantizationPlan,
+    ServingLayout,
+    fp8_share,
+    plan_for,
+    scale_name,
+)
 from rollout_bridge.safetensors_files import TensorOutput, write_tensors
 from sharding import processes
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # the size the Hugging Face hub recommends
 
@@ -40,18 +50,25 @@ def export(
     export_format: ExportFormat = ExportFormat.BF16,
     serving: ServingLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
+    min_fp8_share: float = 0.0,
 ) -> Path:
     """Writes the directory and returns it; all processes of the mesh call it, process 0 writes.
 
     parameter: a stacked parameter by path, float32; called once a path.
     companions: directory of the tokenizer's files, which are copied.
     serving: layout of the FP8 engine, whose slices must be whole blocks; None: one rank.
-    Raises `DestinationError` if the directory exists already or the disk has no room. A failure leaves
-    nothing behind.
+    min_fp8_share: of the parameters, for FP8.
+    Raises `Fp8ShareError` before anything is written, `DestinationError` if the directory exists already or
+    the disk has no room. A failure leaves nothing behind.
     """
     decoder = architectures.read(hf_config)
     sources = architectures.tensors(decoder)
-    plan = _plan(decoder, sources, export_format, serving or ServingLayout())
+    layout = serving or ServingLayout()
+    plan = _plan(decoder, sources, export_format, layout)
+    if export_format is ExportFormat.FP8:
+        share = fp8_share(sources, plan, layout)
+        share.check(min_fp8_share, field="--min-fp8-share")
+        log.info("%s", share)
     outputs = list(_outputs(sources, plan, parameter))
     with ExitStack() as stack:
         if processes.process_index() == 0:

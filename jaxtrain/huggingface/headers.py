@@ -64,8 +64,8 @@ def read_headers(directory: Path) -> Headers:
 
 def _weight_map(directory: Path, headers: Headers) -> dict[str, str] | None:
     path = directory / INDEX_FILE
-    if not path.exists():
-        return None
+    if not path.exists() or (directory / SINGLE_FILE).exists():
+        return None  # an index beside the one file is of an earlier download; transformers takes the file too
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         wrong = [

@@ -176,7 +176,8 @@ class Decoder(nnx.Module):
         )
 
     def _rotation(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rotation(positions_BS, rotary_dim=self.config.rotary_dim, theta=self.config.rope_theta)
+        c = self.config
+        return rotation(positions_BS, rotary_dim=c.rotary_dim, theta=c.rope_theta, scaling=c.rope_scaling)
 
     def _final(self, x_BSD: jax.Array) -> jax.Array:
         return rms_norm(x_BSD, self.final_norm[...], eps=self.config.rms_norm_eps)

@@ -8,11 +8,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rollout_bridge.architectures.rope import RopeScaling
+
 
 def rotation(
-    positions_BS: Int[Array, "B S"], *, rotary_dim: int, theta: float
+    positions_BS: Int[Array, "B S"], *, rotary_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Float[Array, "B S r/2"], Float[Array, "B S r/2"]]:
     """cos and sin, float32, for r = rotary_dim channels."""
+    if scaling is not None:
+        frequencies = jnp.asarray(scaling.frequencies(rotary_dim, theta), jnp.float32)
+        angles = positions_BS[..., None].astype(jnp.float32) * frequencies
+        return jnp.cos(angles) * scaling.attention_factor, jnp.sin(angles) * scaling.attention_factor
     exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     angles = positions_BS[..., None].astype(jnp.float32) / (theta**exponents)
     return jnp.cos(angles), jnp.sin(angles)

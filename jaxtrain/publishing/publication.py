@@ -16,7 +16,7 @@ from jaxtrain.training.progress import Progress
 from jaxtrain.training.run import Run
 from jaxtrain.training.state import TrainState
 from rollout_bridge import architectures
-from rollout_bridge.quantization.plan import ServingLayout, plan_for
+from rollout_bridge.quantization.plan import ServingLayout, fp8_share, plan_for
 from rollout_bridge.store import Store, StoreError
 from rollout_bridge.waiting import Interrupted, wait_for
 from rollout_bridge.weights.format.chain import read_manifest
@@ -195,15 +195,16 @@ def open_publishing(run: Run, store: Store) -> Iterator[PublishPolicy]:
     config, hf_config = run.config, run.start.hf_config
     assert isinstance(config, AsyncGrpoConfig)
     model = run.trainable.definition.config
-    plan = plan_for(
-        architectures.tensors(model),
-        serving=ServingLayout(
-            tensor_parallel=config.weights.tensor_parallel,
-            data_parallel=config.weights.data_parallel,
-            expert_parallel=config.weights.expert_parallel,
-        ),
-        head_dim=model.head_dim,
+    sources, weights = architectures.tensors(model), config.weights
+    serving = ServingLayout(
+        tensor_parallel=weights.tensor_parallel,
+        data_parallel=weights.data_parallel,
+        expert_parallel=weights.experts_whole,
     )
+    plan = plan_for(sources, serving=serving, head_dim=model.head_dim)
+    share = fp8_share(sources, plan, serving)
+    share.check(weights.min_fp8_share, field="weights.min_fp8_share")
+    log.info("%s", share)
     mine = RunInfo.new(hf_config, plan, tokenizer=tokenizer_files(run.start.tokenizer_dir))
     first = processes.process_index() == 0
     if first:

@@ -15,7 +15,7 @@ from jaxtrain.data.sources.plans import discard_plans
 from jaxtrain.publishing.evaluations import Evaluations, announce
 from jaxtrain.publishing.publication import open_publishing
 from jaxtrain.recipes.reinforcement import reinforcement
-from jaxtrain.recipes.sft import supervised
+from jaxtrain.recipes.sft import check_base, supervised
 from jaxtrain.training.loop import run_phase
 from jaxtrain.training.run import open_run
 from rollout_bridge.control import FINISHED, WARM_START
@@ -53,6 +53,7 @@ def run(config: AsyncGrpoConfig, run_dir: Path, *, discard_plans_after_step: int
             before_step=lambda progress: announce(store, WARM_START, progress, policy.version),
         )
         state, progress = run_phase(opened, state, progress, warm_start)
+        check_base(opened, progress)
         opened.save(state, progress, force=True)
 
         policy.follow(state, progress)

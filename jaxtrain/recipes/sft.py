@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.optimization import SupervisedSection
 from jaxtrain.config.references import build
 from jaxtrain.config.schema import SftConfig
@@ -47,3 +48,16 @@ def supervised(
         before=before,
         before_step=before_step,
     )
+
+
+def check_base(run: Run, progress: Progress) -> None:
+    """Raises `ConfigError` if a phase without stages would use another RoPE base than the last step had."""
+    trained, model = progress.rope_theta, run.trainable.definition.config.rope_theta
+    if trained not in (None, model):
+        raise ConfigError(
+            [
+                f"model.rope_theta: {model:g}, but the steps so far ended in a stage with the base "
+                f"{trained:g}; take more steps, begin the last stage at fewer tokens, or set "
+                "model.rope_theta to that base"
+            ]
+        )

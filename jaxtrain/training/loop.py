@@ -62,6 +62,7 @@ def run_phase(run: Run, state: TrainState, progress: Progress, phase: Phase) -> 
                 tokens=packed.batch.valid_tokens(),
                 source=batches.get_state(),
                 finite=report.finite,
+                rope_theta=stage.definition.config.rope_theta,
             )
             record = progress.of(phase.name)
             run.check_finite(progress, finite=report.finite)

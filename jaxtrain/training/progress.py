@@ -23,12 +23,13 @@ class PhaseProgress:
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """step: optimizer steps of all phases. nonfinite: of the last ones, how many were skipped, one after
-    another. phases: those that began, by name.
+    another. phases: those that began, by name. rope_theta: base of the rotary embedding in the last step.
     """
 
     step: int = 0
     nonfinite: int = 0
     phases: Mapping[str, PhaseProgress] = field(default_factory=dict)
+    rope_theta: float | None = None
 
     @property
     def tokens_seen(self) -> int:
@@ -37,7 +38,15 @@ class Progress:
     def of(self, phase: str) -> PhaseProgress:
         return self.phases.get(phase, PhaseProgress())
 
-    def stepped(self, phase: str, *, tokens: int, source: Mapping[str, Any], finite: bool) -> Progress:
+    def stepped(
+        self,
+        phase: str,
+        *,
+        tokens: int,
+        source: Mapping[str, Any],
+        finite: bool,
+        rope_theta: float | None = None,
+    ) -> Progress:
         """After one more step of `phase` on `tokens` valid tokens."""
         before = self.of(phase)
         after = PhaseProgress(steps=before.steps + 1, tokens=before.tokens + tokens, source=source)
@@ -46,6 +55,7 @@ class Progress:
             step=self.step + 1,
             nonfinite=0 if finite else self.nonfinite + 1,
             phases={**self.phases, phase: after},
+            rope_theta=rope_theta,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -54,4 +64,4 @@ class Progress:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Progress:
         phases = {name: PhaseProgress(**record) for name, record in value["phases"].items()}
-        return cls(step=value["step"], nonfinite=value["nonfinite"], phases=phases)
+        return cls(**{**value, "phases": phases})

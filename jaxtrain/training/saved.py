@@ -76,11 +76,21 @@ def open_model(directory: Path, step: int | None = None, *, architecture: str | 
     if is_hugging_face(directory):
         published = open_checkpoint(directory, architecture)
         return SavedModel(directory, published.hf_config, published=published)
-    return SavedModel(
-        directory,
-        read_config(directory, architecture),
-        reader=CheckpointReader(directory / CHECKPOINTS, step),
-    )
+    reader = CheckpointReader(directory / CHECKPOINTS, step)
+    config = read_config(directory, architecture)
+    return SavedModel(directory, with_base(config, reader.data.get("rope_theta")), reader=reader)
+
+
+def with_base(hf_config: dict[str, Any], rope_theta: float | None) -> dict[str, Any]:
+    """config.json with the base of the rotary embedding that the weights were last trained with.
+
+    A run's config.json has that of its last stage, which it may not have reached.
+    """
+    if rope_theta is None:
+        return hf_config
+    found = hf_config | ({"rope_theta": rope_theta} if "rope_theta" in hf_config else {})
+    rope = hf_config.get("rope_parameters")
+    return found | ({} if rope is None else {"rope_parameters": rope | {"rope_theta": rope_theta}})
 
 
 def parameter_source(
@@ -136,6 +146,7 @@ def export_model(
     export_format: ExportFormat = ExportFormat.BF16,
     serving: ServingLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
+    min_fp8_share: float = 0.0,
 ) -> Path:
     """Writes a Hugging Face directory from either kind of directory; see `export.export` and `open_model`."""
     model = open_model(source, step, architecture=architecture)
@@ -149,6 +160,7 @@ def export_model(
         export_format=export_format,
         serving=serving,
         shard_bytes=shard_bytes,
+        min_fp8_share=min_fp8_share,
     )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_bridge.architectures import rope
 from rollout_bridge.architectures.decoder import ArchitectureError, DecoderConfig
 from rollout_bridge.architectures.layers import decoder as decoder_tensors
+from rollout_bridge.architectures.rope import RopeScaling
 from rollout_bridge.architectures.tensors import TensorSource
 
 Json = Mapping[str, Any]
@@ -95,6 +97,7 @@ COMMON = (
     Field(name="num_key_value_heads"),
     Field(name="max_position_embeddings", new=4096),
     Field(name="initializer_range", absent=0.02, new=0.02),
+    Field(name="rope_scaling", absent=None, new=None),
 )
 UNIVERSALLY_EXPECTED = {"hidden_act": "silu", "attention_dropout": 0.0}
 # Values of a decoder without experts.
@@ -139,18 +142,26 @@ def complete(architecture: Architecture, name: str, values: Json, source: Json) 
         key: value(values, source) if callable(value) else value
         for key, value in architecture.implied.items()
     }
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, Mapping):  # one that is not implemented is among the problems already
+        values = {**values, "rope_scaling": None if rope.problems("", scaling) else RopeScaling.of(scaling)}
     return DecoderConfig(architecture=name, **{**values, **implied})
 
 
 def write(architecture: Architecture, config: DecoderConfig) -> dict[str, Any]:
     """config.json as transformers 5 and vLLM load it."""
-    rope = {item.name: getattr(config, item.name) for item in architecture.fields if item.name in ROPE_KEYS}
+    rotary = {item.name: getattr(config, item.name) for item in architecture.fields if item.name in ROPE_KEYS}
+    scaling = {"rope_type": "default"} if config.rope_scaling is None else config.rope_scaling.to_json()
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
-        **{item.spellings[0]: getattr(config, item.name) for item in architecture.fields},
+        **{
+            item.spellings[0]: getattr(config, item.name)
+            for item in architecture.fields
+            if item.name != "rope_scaling"
+        },
         **{k: v(config) if callable(v) else v for k, v in architecture.written.items()},
-        "rope_parameters": {"rope_type": "default", **rope},
+        "rope_parameters": {**scaling, **rotary},
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -159,9 +170,19 @@ def write(architecture: Architecture, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _flatten_rope(hf_config: Json) -> dict[str, Any]:
-    """transformers 5 keeps rotary settings in `rope_parameters`, older files at the top."""
-    rope = hf_config.get("rope_parameters") or {}
-    return {**hf_config, **{key: rope[key] for key in ROPE_KEYS if rope.get(key) is not None}}
+    """transformers 5 keeps rotary settings in `rope_parameters`, older files at the top and in
+    `rope_scaling`.
+    """
+    found = dict(hf_config)
+    for settings in (hf_config.get("rope_scaling") or {}, hf_config.get("rope_parameters") or {}):
+        found |= {key: settings[key] for key in ROPE_KEYS if settings.get(key) is not None}
+        if settings.get("rope_type", settings.get("type", "default")) != "default":
+            # transformers takes the longest context where a file does not say what it was stretched from.
+            original = hf_config.get(
+                "original_max_position_embeddings", hf_config.get("max_position_embeddings")
+            )
+            found["rope_scaling"] = {"original_max_position_embeddings": original, **settings}
+    return found
 
 
 def _unsupported(architecture: Architecture, hf_config: Json) -> list[str]:
@@ -171,14 +192,12 @@ def _unsupported(architecture: Architecture, hf_config: Json) -> list[str]:
         for name, value in expected.items()
         if hf_config.get(name) is not None and hf_config[name] != value
     ]
+    flat = _flatten_rope(hf_config)
     for key in ("rope_parameters", "rope_scaling"):
-        rope = hf_config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            found.append(f"{key}.rope_type: {kind!r} is not supported, expected 'default'")
-    rope = hf_config.get("rope_parameters") or {}
-    for key in ROPE_KEYS:
-        top, inner = hf_config.get(key), rope.get(key)
-        if top is not None and inner is not None and top != inner:
-            found.append(f"{key}: {top} differs from rope_parameters.{key}, {inner}")
+        settings = hf_config.get(key) or {}
+        found += rope.problems(key, {**(flat.get("rope_scaling") or {}), **settings} if settings else {})
+        for name in ROPE_KEYS:
+            top, inner = hf_config.get(name), settings.get(name)
+            if top is not None and inner is not None and top != inner:
+                found.append(f"{name}: {top} differs from {key}.{name}, {inner}")
     return found

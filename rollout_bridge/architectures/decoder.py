@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rollout_bridge.architectures.rope import RopeScaling
 from rollout_bridge.errors import ExpectedError
 
 
@@ -56,6 +57,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     num_nextn_predict_layers: int = 0
     initializer_range: float = 0.02
+    rope_scaling: RopeScaling | None = None
 
     @property
     def num_moe_layers(self) -> int:

@@ -6,10 +6,12 @@ import dataclasses
 import enum
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollout_bridge.architectures.tensors import Role, TensorSource
+from rollout_bridge.errors import ExpectedError
 
 BLOCK = (128, 128)
 
@@ -137,6 +139,52 @@ def plan_for(
     quantized = {_module(name) for name, chosen in formats.items() if chosen is Format.fp8_block}
     plain = {module for module in unquantized - quantized if ".experts." not in module}
     return QuantizationPlan(formats, BLOCK, tuple(sorted(plain | refused_experts)))
+
+
+class Fp8ShareError(ExpectedError, ValueError):
+    """Less of a model would be FP8 than was asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Share:
+    """share: of all parameters that a plan stores as FP8. refused: matrices that it could not, by module name
+    without layer and expert numbers. serving: the layout that it is for.
+    """
+
+    share: float
+    refused: dict[str, int]
+    serving: ServingLayout
+
+    def __str__(self) -> str:
+        text = f"{self.share:.1%} of the parameters in FP8"
+        if not self.refused:
+            return text
+        names = ", ".join(f"{count} {name}" for name, count in self.refused.items())
+        whole = self.serving.expert_parallel or not any("experts." in name for name in self.refused)
+        remedy = "" if whole else "; expert parallelism keeps experts whole"
+        return (
+            f"{text}; BF16 because their slices for {self.serving.tensor_parallel} x "
+            f"{self.serving.data_parallel} ranks are not whole blocks of {BLOCK[0]}: {names}{remedy}"
+        )
+
+    def check(self, least: float, *, field: str) -> None:
+        """Raises `Fp8ShareError` below `least`."""
+        if self.share < least:
+            raise Fp8ShareError(f"{field}: {least:g} is more than what this layout gives: {self}")
+
+
+def fp8_share(sources: Iterable[TensorSource], plan: QuantizationPlan, serving: ServingLayout) -> Fp8Share:
+    total = quantized = 0
+    refused: dict[str, int] = {}
+    for source in sources:
+        size = math.prod(source.shape)
+        total += size
+        if plan.formats[source.name] is Format.fp8_block:
+            quantized += size
+        elif source.role not in (Role.BF16, Role.FLOAT32):
+            kind = ".".join(part for part in _module(source.name).split(".")[-3:] if not part.isdecimal())
+            refused[kind] = refused.get(kind, 0) + 1
+    return Fp8Share(quantized / max(total, 1), refused, serving)
 
 
 # Matrices that the engine runs as one layer, and therefore quantises all or none; all of one role, but for

@@ -126,7 +126,7 @@ def test_a_server_is_told_what_the_run_needs(tmp_path: Path) -> None:
     assert settings.server.extra_args == ("--seed=1",)
     assert (settings.update_mode, settings.servers, settings.at_once) == (UpdateMode.DRAIN, 3, 2)
     server = settings.server
-    assert (server.tensor_parallel, server.data_parallel, server.expert_parallel) == (2, 1, False)
+    assert (server.tensor_parallel, server.data_parallel, server.expert_parallel) == (2, 1, True)
     assert not server.return_routed_experts
     capturing = serve_settings(config("rollouts.capture_routed_experts=true"), agent_id="a")
     assert capturing.server.return_routed_experts

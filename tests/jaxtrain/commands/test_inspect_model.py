@@ -38,7 +38,8 @@ def test_an_experiment_a_preset_and_a_config_json_are_the_same_model(tmp_path: P
         vocab_size=64, eos_token_id=1, pad_token_id=0
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = [json.loads(run(name, "--json").stdout) for name in ("nano", QUICKSTART, str(tmp_path))]
+    names = (("nano",), (QUICKSTART, "--vocabulary", "64"), (str(tmp_path),))
+    found = [json.loads(run(*name, "--json").stdout) for name in names]
     assert found[0]["parameters"] == found[1]["parameters"] == found[2]["parameters"]
     assert found[0]["flops_per_token"] == found[1]["flops_per_token"] == found[2]["flops_per_token"]
 
@@ -71,3 +72,17 @@ def test_a_config_json_that_is_no_model_s(tmp_path: Path, text: str, problem: st
     (tmp_path / "config.json").write_text(text)
     result = run(str(tmp_path))
     assert result.exit_code == 2 and problem in result.output
+
+
+def test_the_vocabulary_of_an_experiment_is_that_of_its_start():
+    """256 bytes, 5 special tokens and the words of the task's template, rounded up to a multiple of 64."""
+    assert json.loads(run(QUICKSTART, "--json").stdout)["vocabulary"] == 320
+
+
+def test_the_share_in_fp8_is_that_of_the_layout():
+    def share(*more: str) -> float:
+        return json.loads(run("glm-4.5-air", "--tensor-parallel", "2", *more, "--json").stdout)["fp8"][
+            "share"
+        ]
+
+    assert (round(share(), 3), round(share("--no-expert-parallel"), 3)) == (0.98, 0.047)

@@ -138,7 +138,7 @@ def test_differences_between_recipes_are_the_recipe(tmp_path: Path) -> None:
 def test_the_layout_of_the_engines_is_part_of_the_run() -> None:
     """It decides which layers are FP8, so a run that has begun keeps it; how long versions stay does not."""
     fields = WeightSection.model_fields
-    assert (WeightSection().tensor_parallel, WeightSection().expert_parallel) == (1, False)
+    assert (WeightSection().tensor_parallel, WeightSection().expert_parallel) == (1, True)
     for name in ("tensor_parallel", "data_parallel", "expert_parallel"):
         assert not (fields[name].json_schema_extra or {}).get("resumable")
     assert (fields["retention_s"].json_schema_extra or {}).get("resumable")

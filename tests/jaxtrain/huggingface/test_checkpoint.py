@@ -90,6 +90,15 @@ def test_an_index_that_leaves_the_directory_or_lies(tmp_path: Path) -> None:
     assert one(problems(directory), "not an index with a weight_map")
 
 
+def test_an_index_of_an_earlier_download_beside_the_one_file_is_not_read(tmp_path: Path) -> None:
+    """transformers takes the file."""
+    tensors = random_tensors(LLAMA, torch.float32)
+    directory = write(tmp_path / "model", LLAMA, tensors)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}))
+    assert open_checkpoint(directory).tensors.keys() == tensors.keys()
+
+
 def test_fp8_needs_its_scales_and_blocks_of_128(tmp_path: Path) -> None:
     stored, _ = quantized(random_tensors(LLAMA, torch.bfloat16))
     open_checkpoint(write(tmp_path / "good", LLAMA | {"quantization_config": FP8}, stored))

@@ -5,16 +5,21 @@ again while the batch grows.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.load import load_config
 from jaxtrain.config.resume import claim_run
 from jaxtrain.config.schema import SftConfig
 from jaxtrain.recipes import sft
 from jaxtrain.training.checkpoint import Checkpointer
 from jaxtrain.training.metrics import read_metrics
+from jaxtrain.training.progress import Progress
+from jaxtrain.training.saved import open_model
 
 pytestmark = pytest.mark.usefixtures("one_device")
 ROOT = Path(__file__).parents[3]
@@ -102,3 +107,21 @@ def test_values_and_shapes_are_those_of_the_tokens_before_each_step(whole):
         seen += row["tokens"]
         assert row["tokens_seen"] == seen
     assert seen > 2000
+
+
+def test_weights_come_with_the_base_that_they_were_trained_with(whole, tmp_path):
+    """The model's base, 40000, is that of the second stage; two steps end in the first, which has 10000."""
+    for run_dir, base in ((run(tmp_path, 2), 10_000), (whole, 40_000)):
+        config = open_model(run_dir).hf_config
+        assert (config["rope_theta"], config["rope_parameters"]["rope_theta"]) == (base, base)
+
+
+def test_a_phase_without_stages_does_not_go_on_with_another_base():
+    definition = SimpleNamespace(config=SimpleNamespace(rope_theta=40_000.0))
+    opened: Any = SimpleNamespace(trainable=SimpleNamespace(definition=definition))
+    sft.check_base(opened, Progress())
+    sft.check_base(opened, Progress(rope_theta=40_000.0))
+    with pytest.raises(
+        ConfigError, match="model.rope_theta: 40000, but the steps so far ended .* base 10000;"
+    ):
+        sft.check_base(opened, Progress(rope_theta=10_000.0))

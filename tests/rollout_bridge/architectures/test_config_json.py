@@ -70,10 +70,15 @@ def test_a_dense_decoder_has_no_experts_and_routers_differ():
         ),
         (
             LLAMA,
-            {"rope_scaling": {"type": "linear", "factor": 2.0}, "mlp_bias": True, "num_key_value_heads": 2},
-            ["rope_scaling.rope_type: 'linear'", "mlp_bias: True", "num_key_value_heads: 2 does not divide"],
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "mlp_bias": True, "num_key_value_heads": 2},
+            ["rope_scaling.rope_type: 'dynamic'", "mlp_bias: True", "num_key_value_heads: 2 does not divide"],
         ),
-        (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters.rope_type: 'yarn'"]),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters.factor: missing"]),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", "factor": -8.0}},
+            ["rope_scaling.factor: -8.0 is not a positive", "rope_scaling.low_freq_factor: missing"],
+        ),
         (
             LLAMA,
             {"model_type": "gpt2"},

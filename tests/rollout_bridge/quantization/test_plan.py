@@ -7,12 +7,16 @@ from collections.abc import Iterable
 
 import pytest
 
+from jaxtrain.config.model import ModelSection
+from jaxtrain.config.presets import PRESET_ALIASES, PUBLISHED_VOCABULARIES
 from rollout_bridge import architectures
 from rollout_bridge.architectures import TensorSource
 from rollout_bridge.quantization.plan import (
     Format,
+    Fp8ShareError,
     QuantizationPlan,
     ServingLayout,
+    fp8_share,
     plan_for,
 )
 
@@ -172,3 +176,32 @@ def test_what_no_engine_has_is_refused_by_name() -> None:
         plan_for([TensorSource("experts.weight", "experts", (), False, (2, 3, 4))], serving=None)
     with pytest.raises(ValueError, match="tensor_parallel: 0"):
         ServingLayout(0)
+
+
+# Shares of all parameters that vLLM 0.32 would hold in FP8, as its own rule was measured to give them.
+@pytest.mark.parametrize(
+    ("preset", "serving", "share"),
+    [
+        ("glm-4.5-air", ServingLayout(), 0.987),
+        ("glm-4.5-air", ServingLayout(2), 0.047),
+        ("glm-4.5-air", ServingLayout(8), 0.047),
+        ("glm-4.5-air", ServingLayout(2, expert_parallel=True), 0.980),
+        ("glm-4.5", ServingLayout(8), 0.037),
+        ("glm-4.5", ServingLayout(8, expert_parallel=True), 0.989),
+        ("qwen3-30b-a3b", ServingLayout(4), 0.030),
+    ],
+)
+def test_the_share_in_fp8_is_said_with_what_stays_out_and_why(preset, serving, share):
+    decoder = ModelSection.model_validate({"preset": preset}).decoder(
+        vocab_size=PUBLISHED_VOCABULARIES[PRESET_ALIASES[preset]]
+    )
+    sources = architectures.tensors(decoder)
+    found = fp8_share(sources, plan_for(sources, serving=serving, head_dim=decoder.head_dim), serving)
+    assert found.share == pytest.approx(share, abs=5e-4)
+    assert ("expert parallelism keeps experts whole" in str(found)) == (
+        serving.tensor_parallel > 1 and not serving.expert_parallel
+    )
+    assert ("experts.down_proj" in found.refused) == (share < 0.1)
+    found.check(found.share - 1e-6, field="x")
+    with pytest.raises(Fp8ShareError, match=r"weights.min_fp8_share: 0.999 is more than .* in FP8"):
+        found.check(0.999, field="weights.min_fp8_share")
