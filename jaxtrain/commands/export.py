@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxtrain.commands.common import WRONG_CONFIG, fail, log_to_stderr, naming
 from jaxtrain.commands.import_ import Architecture, Destination, search_here
 from jaxtrain.huggingface.layout import ExportFormat
+
+if TYPE_CHECKING:
+    from rollout_bridge.quantization.plan import ServingLayout
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -55,11 +58,11 @@ def export(
     from jaxtrain.huggingface.devices import streaming_mesh
     from jaxtrain.huggingface.layout import read_config
     from jaxtrain.training.saved import export_model
-    from rollout_bridge.quantization.plan import ServingLayout
+    from rollout_bridge.quantization.plan import ServingLayout as Layout
     from sharding import processes
     from sharding.errors import ShardingError
 
-    serving = ServingLayout(tensor_parallel, expert_parallel and tensor_parallel > 1)
+    serving = Layout(tensor_parallel, expert_parallel and tensor_parallel > 1)
     with naming(ShardingError):
         processes.initialize()
         export_model(
