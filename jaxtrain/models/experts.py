@@ -23,7 +23,10 @@ class Experts(nnx.Module):
         self.config = config
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         std = config.initializer_range
-        into, out = ("layers", "experts", "embed", "expert_mlp"), ("layers", "experts", "expert_mlp", "embed")
+        into, out = (
+            ("layers", "experts", "expert_embed", "expert_mlp"),
+            ("layers", "experts", "expert_mlp", "expert_embed"),
+        )
         self.gate_proj = parameter(rngs, (layers, e, d, f), into, normal(std))
         self.up_proj = parameter(rngs, (layers, e, d, f), into, normal(std))
         self.down_proj = parameter(rngs, (layers, e, f, d), out, normal(std))

@@ -11,7 +11,8 @@ from sharding.rules import ShardingRules
 RULES = ShardingRules(
     {
         "layers": None,  # scanned
-        "embed": "fsdp",
+        "embed": ("fsdp", "expert"),
+        "expert_embed": "fsdp",
         "embed_norm": None,  # vectors: not worth a gather
         "head_dim": None,
         "heads": "tensor",

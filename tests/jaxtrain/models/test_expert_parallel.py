@@ -83,7 +83,7 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
         )
 
 
-@pytest.mark.parametrize(("platform", "grouped"), [("cpu", False), ("gpu", True), ("tpu", True)])
+@pytest.mark.parametrize(("platform", "grouped"), [("cpu", False), ("gpu", False), ("tpu", True)])
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}], ids=["whole", "split"])
 def test_auto_goes_by_the_devices_of_the_mesh(axes, platform, grouped, monkeypatch):
     """Which a program for an absent TPU has, too, whatever the default platform is."""
