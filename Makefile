@@ -65,9 +65,9 @@ clean:
 
 $(CORE): setup.py
 	@command -v $(PYTHON) >/dev/null || { \
-		echo "make: no $(PYTHON) on PATH. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2); 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+		echo "make: no $(PYTHON) on PATH. Install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2); 3.11 or 3.12 is needed: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || { echo "make: creating $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); }
 	@echo "make: installing jaxtrain and its dependencies into $(VENV)"
 	@$(PIP) -e .

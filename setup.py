@@ -61,7 +61,7 @@ setup(
     description="Sharded JAX training that streams FP8 weight deltas to vLLM and learns from its rollouts",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(
         include=["jaxtrain", "jaxtrain.*", "rollout_bridge", "rollout_bridge.*", "sharding", "sharding.*"]
     ),

@@ -96,10 +96,10 @@ def train(
 
 
 def go_on_from(checkpoints: Path, step: int) -> None:
-    """Sets later checkpoints aside, or fails with the steps that are there."""
-    from jaxtrain.training.steps import saved_steps, set_aside
+    """Renames later checkpoints, or fails with the steps that are there."""
+    from jaxtrain.training.steps import saved_steps, rename_later
 
     found = saved_steps(checkpoints)
     if step not in found:
         fail(f"--step: {checkpoints} has no step {step}; it has {found or 'none'}", status=WRONG_CONFIG)
-    set_aside(checkpoints, after=step)
+    rename_later(checkpoints, after=step)

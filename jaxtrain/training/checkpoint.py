@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxtrain.training.integrity import digests
-from jaxtrain.training.steps import set_aside
+from jaxtrain.training.steps import rename_later
 from rollout_bridge.errors import ExpectedError
 from sharding import processes
 
@@ -148,7 +148,7 @@ class Checkpointer:
         return Restored(step, tree, restored[JSON]["data"])
 
     def restore_newest(self, like: Any) -> Restored:
-        """As `restore` of the newest checkpoint that can be read; later ones are set aside.
+        """As `restore` of the newest checkpoint that can be read; later ones are renamed.
 
         Raises:
           CheckpointError: as `restore`; where none can be read, for the newest.
@@ -164,8 +164,8 @@ class Checkpointer:
                 log.error("%s", error)
             if unreadable:
                 if processes.process_index() == 0:
-                    set_aside(self.directory, after=step)
-                processes.barrier(f"checkpoints after step {step} are set aside")
+                    rename_later(self.directory, after=step)
+                processes.barrier(f"checkpoints after step {step} are renamed")
                 self._manager.reload()
             return restored
         raise unreadable[0] if unreadable else CheckpointError(f"{self.directory}: found no checkpoint")

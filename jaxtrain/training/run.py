@@ -72,7 +72,7 @@ class Run:
     def restore_or_initialize(self) -> tuple[TrainState, Progress]:
         """The newest checkpoint that can be read, or the weights of `model.checkpoint`, or random ones.
 
-        Checkpoints that cannot be read are set aside. All processes call it.
+        Checkpoints that cannot be read are renamed. All processes call it.
         """
         trainable = self.trainable
         if (newest := self.checkpoints.latest()) is not None:

@@ -19,7 +19,7 @@ def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
     return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdecimal())
 
 
-def set_aside(directory: str | os.PathLike[str], *, after: int) -> list[int]:
+def rename_later(directory: str | os.PathLike[str], *, after: int) -> list[int]:
     """Renames the checkpoints of later steps, so that training can save these steps again; deletes nothing.
 
     Another process may do the same at the same time.
@@ -27,7 +27,7 @@ def set_aside(directory: str | os.PathLike[str], *, after: int) -> list[int]:
     later = [step for step in saved_steps(directory) if step > after]
     for step in later:
         source = epath.Path(directory) / str(step)
-        target = source.parent / f"aside-{step}-{time.time_ns()}"
+        target = source.parent / f"unused-{step}-{time.time_ns()}"
         try:
             source.rename(target)
         except OSError:

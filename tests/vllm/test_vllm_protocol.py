@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rollout_bridge.engines.protocol import (
     Request,
     VersionSpan,
 )
+from rollout_bridge.engines.vllm import VllmEngine
 from rollout_bridge.engines.vllm_protocol import generate_payload, parse_completion, parse_version
 
 REQUEST = Request(request_id="r", prompt_ids=[5, 6, 7], max_tokens=4, temperature=0.5, seed=9, stop_ids=[2])
@@ -132,3 +134,24 @@ def test_versions() -> None:
     assert parse_version("12") == 12
     with pytest.raises(EngineError, match="'v12' is not a policy version"):
         parse_version("v12")
+
+
+def test_an_error_of_one_request_ends_the_others_of_its_call() -> None:
+    """A group asked for together: what one request failed of, no answer of the seven others is used."""
+    ended: list[str] = []
+
+    class One(VllmEngine):
+        async def _complete(self, request: Request) -> Completion:
+            if request.request_id == "r-3":
+                await asyncio.sleep(0)
+                raise EngineError("vLLM: status 500")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(request.request_id)
+            raise AssertionError
+
+    requests = [replace(REQUEST, request_id=f"r-{number}") for number in range(8)]
+    with pytest.raises(EngineError, match="status 500"):
+        asyncio.run(One("http://127.0.0.1:1").generate(requests))
+    assert sorted(ended) == [f"r-{number}" for number in range(8) if number != 3]

@@ -206,9 +206,9 @@ def test_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     assert refused.value.exit_code == 2 and saved_steps(checkpoints) == [10, 20, 30]
     go_on_from(checkpoints, 10)
     assert saved_steps(checkpoints) == [10]
-    assert sorted(path.name.rpartition("-")[0] for path in checkpoints.glob("aside-*")) == [
-        "aside-20",
-        "aside-30",
+    assert sorted(path.name.rpartition("-")[0] for path in checkpoints.glob("unused-*")) == [
+        "unused-20",
+        "unused-30",
     ]
 
 
