@@ -97,7 +97,7 @@ def train(
 
 def go_on_from(checkpoints: Path, step: int) -> None:
     """Renames later checkpoints, or fails with the steps that are there."""
-    from jaxtrain.training.steps import saved_steps, rename_later
+    from jaxtrain.training.steps import rename_later, saved_steps
 
     found = saved_steps(checkpoints)
     if step not in found:
