@@ -31,7 +31,7 @@ CASES = {
     "between manifest and latest": (r"write 00000002/.*manifest 1 after", 1),
     "after latest": (r"write latest 3 after", 2),  # 1: taking over
     "during the first full version": (r"write 00000001/.*\.blob 3 after", 0),
-    "during a full version": (r"write 00000004/.*\d/\d+-\d+\.blob 3 after", 3),
+    "during a full version": (r"write 00000004/.*\d/(\d+-){3}\d+\.blob 3 after", 3),
     "between a full version and its change": (r"write 00000004/.*change.*\.blob 1 before", 3),
     "while it takes over": (r"write latest 1 after", 0),
     "during removal, first manifest": (r"delete manifest 1 after", 6),
