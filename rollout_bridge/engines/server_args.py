@@ -8,15 +8,17 @@ from collections.abc import Sequence
 RESERVED = {
     "the server listens on a loopback address only": (
         "host", "port", "uds", "config", "headless", "root-path", "api-key", "middleware",
-        "data-parallel-address", "data-parallel-rpc-port", "node-rank", "nnodes", "master-addr",
+        "data-parallel-address", "dpa", "data-parallel-rpc-port", "dpp", "node-rank", "r", "nnodes", "n",
+        "master-addr", "allowed-origins", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs",
     ),
     "the model is that of the run": (
         "model", "model-tag", "served-model-name", "tokenizer", "skip-tokenizer-init", "dtype",
-        "generation-config", "load-format", "quantization", "revision", "hf-overrides",
+        "generation-config", "load-format", "quantization", "q", "revision", "hf-overrides",
     ),
     "the protocol of updates and log-probabilities needs it": (
         "enable-scale-out", "logprobs-mode", "enable-prompt-tokens-details", "weight-transfer-config",
         "worker-extension-cls", "disable-uvicorn-access-log", "enable-return-routed-experts",
+        "return-tokens-as-token-ids", "max-logprobs", "api-server-count", "asc",
     ),
     "it is weights.tensor_parallel": ("tensor-parallel-size", "tp"),
     "it is weights.data_parallel": ("data-parallel-size", "dp"),

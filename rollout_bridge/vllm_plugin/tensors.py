@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout_bridge.quantization.host import dequantize_block_fp8
+from rollout_bridge.quantization.host import MAXIMUM_SCALE, MINIMUM_SCALE, dequantize_block_fp8
 from rollout_bridge.quantization.plan import Format, scale_name
 from rollout_bridge.weights.read.mirror_view import TENSORS, MirrorView
 
@@ -59,8 +59,13 @@ class MirrorTensors:
         for name in names:
             if native_fp8 and name in self._scales:
                 scales = self.canonical(name)
-                if not bool(torch.isfinite(scales).all()) or not bool((scales > 0).all()):
-                    raise ValueError(f"{name}: a scale is not a positive finite number; nothing was loaded")
+                mantissas, _ = torch.frexp(scales)
+                inside = (scales >= MINIMUM_SCALE) & (scales <= MAXIMUM_SCALE) & (mantissas == 0.5)
+                if not bool(inside.all()):  # NaN and packed exponents too
+                    raise ValueError(
+                        f"{name}: scale {scales[~inside].flatten()[0].item()!r} is not a power of two in "
+                        f"[{MINIMUM_SCALE}, {MAXIMUM_SCALE}]; nothing was loaded"
+                    )
                 yield name, scales
             elif native_fp8 or not (name in self._quantized or name in self._scales):
                 yield name, self.canonical(name)

@@ -36,6 +36,9 @@ from tests.vllm.conftest import keeps_cancellation, server_settings
         ["--weight-transfer-config.backend=x"],
         ["-tp=2"],
         ["-dp", "2"],
+        ["-dpa", "0.0.0.0"],
+        ["-q=fp8"],
+        ["--ssl-keyfile=/k"],
     ],
 )
 def test_arguments_that_open_the_server_or_break_the_protocol_are_refused(arguments, tmp_path: Path) -> None:
