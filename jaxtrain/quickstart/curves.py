@@ -31,7 +31,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     for axis, name in (
         (loss, "warm-start loss"),
         (reward, "reward"),
-        (lag, "lag, versions"),
+        (lag, "lag, optimizer steps"),
         (delta, "version, kB"),
     ):
         axis.set_title(name, fontsize=10)

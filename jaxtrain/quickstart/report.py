@@ -50,7 +50,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_number(summary['truncated_after'])} cut off after",
         ),
         ("versions published", str(summary["versions_published"])),
-        ("lag in versions", f"mean {_number(summary['lag_mean'])}, max {_number(summary['lag_max'], '.0f')}"),
+        (
+            "lag in optimizer steps",
+            f"mean {_number(summary['lag_mean'])}, max {_number(summary['lag_max'], '.0f')}",
+        ),
         (
             "trajectories",
             f"{counts['written']} written = {counts['trained']} trained + {counts['pending']} pending "

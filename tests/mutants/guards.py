@@ -34,8 +34,7 @@ WORKERS = "tests/rollout_bridge/rollouts/test_worker.py"
 
 COUNTS = "if (counts.sum(axis=1) != moved).any() or (counts.sum(axis=0) > sizes).any():"
 RANGE = "if rest.min() < 0 or rest.max() > largest - _HALF:"
-POSITIVE = "if not bool(torch.isfinite(scales).all()) or not bool((scales > 0).all()):"
-
+POSITIVE = "inside = (scales >= MINIMUM_SCALE) & (scales <= MAXIMUM_SCALE) & (mantissas == 0.5)"
 MUTANTS = (
     # Hostile blobs and mirrors.
     Mutant(
@@ -105,21 +104,21 @@ MUTANTS = (
         name="an-engine-takes-any-scale",
         file=TENSORS,
         old=POSITIVE,
-        new="if False:",
+        new="inside = torch.ones_like(scales, dtype=torch.bool)",
         test=SCALES,
     ),
     Mutant(
-        name="an-engine-takes-an-infinite-scale",
+        name="an-engine-takes-a-scale-above-the-largest",
         file=TENSORS,
         old=POSITIVE,
-        new="if not bool((scales > 0).all()):",
+        new="inside = (scales >= MINIMUM_SCALE) & (mantissas == 0.5)",
         test=SCALES,
     ),
     Mutant(
-        name="an-engine-takes-a-scale-of-zero",
+        name="an-engine-takes-a-scale-that-is-no-power-of-two",
         file=TENSORS,
         old=POSITIVE,
-        new="if not bool(torch.isfinite(scales).all()):",
+        new="inside = (scales >= MINIMUM_SCALE) & (scales <= MAXIMUM_SCALE)",
         test=SCALES,
     ),
     # A write that failed once.

@@ -60,7 +60,7 @@ def test_any_other_engine_gets_the_same_numbers_in_bf16_and_no_scales(held: Held
 PACKED = float(np.int32(0x7F7F7F7F).view(np.float32))  # four exponents in an int32, as some kernels take them
 
 
-@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 0.0, -1.0, 0.75, PACKED])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 0.0, -1.0, 0.75, 2.0**127, PACKED])
 @pytest.mark.parametrize("native_fp8", [True, False])
 def test_a_scale_that_no_quantiser_makes_is_refused_by_name(
     wrong: float, native_fp8: bool, tmp_path: Path
