@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import run_lock
 from jaxtrain.config.errors import ConfigError, dotted, section_of, walk_fields
 from jaxtrain.config.load import SAVED, ConfigReader, as_yaml, load_config
 from jaxtrain.config.schema import ExperimentConfig, as_plain
@@ -46,7 +47,8 @@ def claim_run(config: ExperimentConfig) -> Path:
 
     What a start with other settings left that took no step is renamed: its tokenizer and its own store.
 
-    Raises `ConfigError` as `check_run` does, and where the directory cannot be written.
+    Raises `ConfigError` as `check_run` does, where another process runs it with other settings, and where the
+    directory cannot be written.
     """
     check_run(config)
     run_dir = config.run_dir
@@ -55,15 +57,27 @@ def claim_run(config: ExperimentConfig) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         saved = run_dir / SAVED
         if saved.exists() and not has_begun(run_dir) and saved.read_text(encoding="utf-8") != text:
+            if other := run_lock.held_by_another(run_dir):
+                raise ConfigError(
+                    [
+                        f"{run_dir}: {other} runs this already, with other settings. Stop it first, or give "
+                        "this run another name (--name)"
+                    ]
+                )
             for name in ("store", "tokenizer"):
                 if (run_dir / name).exists():
                     (run_dir / name).rename(run_dir / f"unused-{name}-{time.time_ns()}")
         write_whole(saved, text)
     except OSError as error:
-        raise ConfigError(
-            [f"runs_dir: {run_dir} cannot be written ({error.strerror or error}); name another directory"]
-        ) from error
+        raise unwritable(run_dir, error) from error
     return run_dir
+
+
+def unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    """That the run's directory cannot be made or written."""
+    return ConfigError(
+        [f"runs_dir: {run_dir} cannot be written ({error.strerror or error}); name another directory"]
+    )
 
 
 def differences(saved: ExperimentConfig, given: ExperimentConfig) -> list[tuple[str, Any, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxtrain.config.resume import check_run, claim_run
+from jaxtrain.config.resume import check_run, claim_run, unwritable
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import Child, ChildSpec
 from jaxtrain.quickstart.compose import compose
@@ -38,10 +38,16 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose, replace: bool 
     """
     console = Console(stderr=False)
     check_run(config)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    store = Store.open(config.store_url)
-    run_dir = claim_run(config)  # after the store has opened: a wrong store binds no run
+    if config.store is not None:
+        Store.open(config.store)  # a wrong store binds no run, and stops none
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
     with owned(run_dir, stop_timeout_s=config.processes.stop_timeout_s, replace=replace) as stopped:
+        claim_run(config)  # by its holder alone, as this may rename the store
+        store = Store.open(config.store_url)
         if stopped:
             console.print(f"Stopped what an earlier invocation left running: {', '.join(stopped)}.")
         if finished(config, store):

@@ -6,23 +6,22 @@ process id *and* command line, so another process with a reused id is not touche
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
+from jaxtrain.config import run_lock
 from jaxtrain.quickstart.supervisor import read_processes
 from rollout_bridge.errors import ExpectedError
 from rollout_bridge.waiting import looks
 
 logger = logging.getLogger(__name__)
 
-LOCK = "quickstart.lock"
 POLL_S = 0.1
 
 
@@ -38,18 +37,15 @@ def owned(run_dir: Path, *, stop_timeout_s: float, replace: bool = False) -> Ite
     Raises `TakeoverError` if one runs, or survives SIGTERM for twice `stop_timeout_s` and then SIGKILL.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a+", encoding="utf-8") as lock:
-        if not replace and not _locked(lock.fileno()):
-            lock.seek(0)
+    path = run_dir / run_lock.QUICKSTART
+    with path.open("a+", encoding="utf-8") as lock:
+        if not replace and not run_lock.take(lock):
             raise TakeoverError(
-                f"{run_dir}: pid {lock.read().strip() or 'unknown'} runs this already. Look at it with "
-                "jaxtrain report, stop it with Ctrl-C there, give this run another --name, or take it over "
-                "by --replace"
+                f"{run_dir}: {run_lock.holder(path)} runs this already. Look at it with jaxtrain report, "
+                "stop it with Ctrl-C there, give this run another --name, or take it over by --replace"
             )
-        stopped = _stop_holder(lock.fileno(), run_dir / LOCK, stop_timeout_s)
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        stopped = _stop_holder(lock, path, stop_timeout_s)
+        run_lock.sign(lock)
         stopped += stop_survivors(run_dir, stop_timeout_s=stop_timeout_s)
         yield stopped
 
@@ -98,14 +94,14 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
         return
 
 
-def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str]:
-    if _locked(descriptor):
+def _stop_holder(lock: TextIO, path: Path, stop_timeout_s: float) -> list[str]:
+    if run_lock.take(lock):
         return []
     stopped: list[str] = []
     for kill in (False, True):
         signalled: set[psutil.Process] = set()
         for pause in looks(2 * stop_timeout_s, POLL_S):
-            if _locked(descriptor):
+            if run_lock.take(lock):
                 return stopped
             holder = _holder(path)
             if holder is not None and holder not in signalled:
@@ -114,31 +110,22 @@ def _stop_holder(descriptor: int, path: Path, stop_timeout_s: float) -> list[str
                 signalled.add(holder)
                 stopped = ["quickstart"]
             time.sleep(pause)
-    text = path.read_text(encoding="utf-8").strip()
     raise TakeoverError(
-        f"{path}: still locked by pid {text or 'unknown'} after SIGTERM and SIGKILL; stop that process, "
-        "then run again"
+        f"{path}: still locked by {run_lock.holder(path)}, which SIGTERM and SIGKILL from here did not end; "
+        "stop that process, then run again"
     )
 
 
 def _holder(path: Path) -> psutil.Process | None:
-    """The process that the file names, if it has the file open.
+    """The process that the file names, if it is of this host and has the file open.
 
     A new holder writes its name a moment after it gets the lock. Until then the file names an earlier holder,
     whose id may belong to another process by now.
     """
-    text = path.read_text(encoding="utf-8").strip()
+    pid = run_lock.local_pid(path)
     try:
-        process = psutil.Process(int(text)) if text.isdigit() else None
+        process = None if pid is None else psutil.Process(pid)
         opened = [] if process is None else [file.path for file in process.open_files()]
     except psutil.Error:
         return None
     return process if str(path.resolve()) in opened else None
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

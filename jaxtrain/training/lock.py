@@ -1,21 +1,14 @@
-"""One trainer a run directory. The lock is the kernel's, so it ends with its holder, however that dies."""
+"""One trainer a run directory."""
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from jaxtrain.config import run_lock
 from rollout_bridge.errors import ExpectedError
 from sharding import processes
-
-log = logging.getLogger(__name__)
-
-LOCK = "trainer.lock"
 
 
 class RunInUse(ExpectedError):
@@ -38,21 +31,12 @@ def locked(run_dir: Path) -> Iterator[None]:
 def _take(run_dir: Path, stack: ExitStack) -> str:
     """What is wrong, "" with the lock taken."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context((run_dir / LOCK).open("a+", encoding="utf-8"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
+    path = run_dir / run_lock.TRAINER
+    file = stack.enter_context(path.open("a+", encoding="utf-8"))
+    if not run_lock.take(file):
         return (
-            f"{run_dir}: {file.read().strip() or 'another process'} trains this run. Stop it first, or give "
-            "this run another name (--name)"
+            f"{run_dir}: {run_lock.holder(path)} trains this run. Stop it first, or give this run another "
+            "name (--name)"
         )
-    except OSError as error:
-        log.warning(
-            "%s: no lock (%s), so a second trainer of this run is not noticed", file.name, error.strerror
-        )
-        return ""
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    run_lock.sign(file)
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import ChildSpec
 from jaxtrain.quickstart.job import run
+from jaxtrain.quickstart.takeover import TakeoverError, owned
 from rollout_bridge.store import StoreError
 from tests.jaxtrain.quickstart.stand_ins import OBEDIENT, spec
 
@@ -125,3 +127,26 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path) -> None:
     run(config(tmp_path), processes=composed(trainer=TRAINER))
     with pytest.raises(ConfigError, match="seed: the run was started with 0, now 5"):
         run(config(tmp_path, "seed=5"), processes=nothing)
+
+
+def test_a_start_with_other_settings_leaves_a_live_run_alone(tmp_path: Path) -> None:
+    """Before its first step nothing binds a run to its settings, but whoever holds its lock does."""
+    run(config(tmp_path), processes=composed(trainer="pass"))  # started, no step made
+    run_dir = tmp_path / "x"
+    before = sorted(path.name for path in run_dir.iterdir())
+    saved = (run_dir / "config.yaml").read_text()
+    with (
+        owned(run_dir, stop_timeout_s=2),
+        pytest.raises(TakeoverError, match=f"process {os.getpid()} on .* runs this already"),
+    ):
+        run(config(tmp_path, "seed=5"), processes=nothing)
+    assert (run_dir / "config.yaml").read_text() == saved
+    assert sorted(path.name for path in run_dir.iterdir()) == before
+    assert run(config(tmp_path, "seed=5"), processes=composed(trainer="pass")) == 1  # nobody holds it
+    assert "seed: 5" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"runs_dir: .*/file/x cannot be written .*name another directory"):
+        run(config(tmp_path, f"runs_dir={tmp_path}/file"), processes=nothing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,16 +159,15 @@ def test_a_second_invocation_takes_the_run_over(tmp_path: Path, start_supervisor
 
 # Has the lock, and says so once it may: as between taking the lock and writing who did.
 HOLDER = """
-import fcntl, os, pathlib, sys, time
+import fcntl, pathlib, sys, time
+from jaxtrain.config.run_lock import sign
 run = pathlib.Path(sys.argv[1])
 with (run / "quickstart.lock").open("a+") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     (run / "held").touch()
     while not (run / "told").exists():
         time.sleep(0.02)
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    sign(lock)
     time.sleep(600)
 """
 
@@ -176,7 +176,7 @@ def test_a_holder_that_has_not_said_so_yet_is_stopped_and_not_who_was_named_befo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recycled = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (tmp_path / "quickstart.lock").write_text(str(recycled.pid))
+    (tmp_path / "quickstart.lock").write_text(f"process {recycled.pid} on {socket.gethostname()}")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
     look = takeover._holder
 
@@ -196,7 +196,7 @@ def test_a_holder_that_has_not_said_so_yet_is_stopped_and_not_who_was_named_befo
             raise AssertionError("two own the run")
         with owned(tmp_path, stop_timeout_s=PATIENCE_S, replace=True) as stopped:
             assert stopped == ["quickstart"]
-            assert (tmp_path / "quickstart.lock").read_text() == f"{os.getpid()}\n"
+            assert (tmp_path / "quickstart.lock").read_text().startswith(f"process {os.getpid()} on ")
         assert holder.wait(timeout=300) == -signal.SIGTERM
         assert recycled.poll() is None
     finally:
