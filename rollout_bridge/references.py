@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from rollout_bridge.errors import ExpectedError
+from rollout_bridge.errors import ExpectedError, guess
 
 INHERITED = "JAXTRAIN_SEARCH_PATH"  # environment variable: directories that child processes search too
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -60,11 +59,10 @@ def resolve(reference: str, *, group: str, builtin: Mapping[str, str], kind: str
     names = {} if _REFERENCE.fullmatch(target) else known(group=group, builtin=builtin)
     target = names.get(target, target)
     if not _REFERENCE.fullmatch(target):
-        near = difflib.get_close_matches(reference, names, n=1)
-        guess = f"; did you mean {near[0]!r}?" if near else "."
         raise UnknownReference(
-            f"{kind} {reference!r} is unknown{guess} Known: {', '.join(sorted(names)) or 'none'}. Write one "
-            "of your own as module:Name, where the module is a file beside the config file or is installed"
+            f"{kind} {reference!r} is unknown{guess(reference, names) or '.'} Known: "
+            f"{', '.join(sorted(names)) or 'none'}. Write one of your own "
+            "as module:Name, where the module is a file beside the config file or is installed"
         )
     _append(_inherited())
     what = f"{kind} {reference!r}" + ("" if target == reference else f" ({target})")
@@ -80,8 +78,6 @@ def resolve(reference: str, *, group: str, builtin: Mapping[str, str], kind: str
     where = getattr(found, "__file__", None) or module_name
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
-            raise UnknownReference(f"{what}: {where} has no {part!r}{guess}")
+            raise UnknownReference(f"{what}: {where} has no {part!r}{guess(part, dir(found))}")
         found = getattr(found, part)
     return found

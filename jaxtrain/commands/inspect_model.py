@@ -125,6 +125,7 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
     from jaxtrain.config.model import ModelSection
     from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES, PUBLISHED_VOCABULARIES
     from jaxtrain.models.config import ModelConfig
+    from rollout_bridge.errors import guess
 
     preset = PRESET_ALIASES.get(name, name)
     if preset in MODEL_PRESETS:
@@ -135,7 +136,8 @@ def _model(name: str, vocabulary: int | None) -> tuple[ModelConfig, OptimizerSec
     if not path.is_file():
         fail(
             f"{name}: neither a preset ({', '.join(MODEL_PRESETS)}) nor a file; name a preset, an "
-            "experiment's YAML file or a Hugging Face config.json",
+            "experiment's YAML file or a Hugging Face config.json"
+            f"{guess(name, [*MODEL_PRESETS, *PRESET_ALIASES])}",
             status=WRONG_CONFIG,
         )
     if path.suffix == ".json":

@@ -40,7 +40,7 @@ def quickstart(
     from jaxtrain.commands.environment import check_named
     from jaxtrain.config.errors import ConfigError
 
-    check_named(experiment, source=config)
+    check_named(experiment, source=config, overrides=overrides)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -38,7 +38,7 @@ def report(
     from rollout_bridge.weights.format.run import load as load_run
 
     if not experiment.run_dir.is_dir():
-        fail(f"{experiment.run_dir}: no such run. Start it with jaxtrain quickstart, or give another --name")
+        _absent(experiment.run_dir, "quickstart")
     local = experiment.store_url.removeprefix("file://")
     if os.path.isabs(local) and not os.path.isdir(local):
         fail(f"{experiment.store_url}: the store of {experiment.run_dir} is not there; nothing was written")
@@ -55,6 +55,14 @@ def plot_noise_scale(config: Path, name: str | None, overrides: list[str] | None
     from jaxtrain.training.noise_plot import write_noise_plot
 
     if not experiment.run_dir.is_dir():
-        fail(f"{experiment.run_dir}: no such run. Start it with jaxtrain train, or give another --name")
+        _absent(experiment.run_dir, "train")
     with naming(ValueError):
         print(write_noise_plot(experiment.run_dir, title=experiment.name))
+
+
+def _absent(run_dir: Path, command: str) -> NoReturn:
+    from rollout_bridge.errors import guess
+
+    known = [path.name for path in run_dir.parent.glob("*") if path.is_dir()]
+    near = guess(run_dir.name, known) or "."
+    fail(f"{run_dir}: no such run{near} Start it with jaxtrain {command}, or give another --name")

@@ -26,7 +26,7 @@ def rollout(
     experiment = load_async(config, name, overrides, fleet=True)
     from jaxtrain.commands.environment import environment_of
 
-    environment = environment_of(experiment, source=config)
+    environment = environment_of(experiment, source=config, overrides=overrides)
     log_to_stderr()
     follow_parent()
 

@@ -59,7 +59,7 @@ def train(
     from jaxtrain.config.resume import claim_run
     from jaxtrain.config.schema import AsyncGrpoConfig
 
-    check_named(experiment, source=config)
+    check_named(experiment, source=config, overrides=overrides)
     if check:
         print(f"{config}: ok ({experiment.recipe}, run {experiment.name!r} in {experiment.run_dir})")
         return
@@ -84,6 +84,7 @@ def train(
 
     from importlib import import_module
 
+    from jaxtrain.quickstart.next_steps import ending
     from jaxtrain.training.run import Stopped
     from sharding.errors import ShardingError
 
@@ -91,6 +92,7 @@ def train(
         with naming(ShardingError):
             module, _, function = experiment.program.partition(":")
             getattr(import_module(module), function)(experiment, run_dir, **options)
+            print(ending(experiment))
     except Stopped as stopped:
         fail(str(stopped), status=STOPPED)
 

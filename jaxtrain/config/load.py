@@ -198,6 +198,14 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         ) from None
 
 
+def blamed(problem: str, path: Path, overrides: Sequence[str]) -> str:
+    """`<file or command line>: <problem>`, for a problem `<field>: ...` found after `load_config`."""
+    field = (*problem.partition(":")[0].split("."),)
+    given = [parse_override(override)[0] for override in overrides]
+    ours = any(field[: len(each)] == each[: len(field)] for each in given)
+    return f"{COMMAND_LINE if ours else path}: {problem}"
+
+
 def _assign(values: dict[str, Any], field: tuple[str, ...], value: Any, override: str) -> None:
     for depth, part in enumerate(field[:-1]):
         inner = values.setdefault(part, {})

@@ -23,6 +23,7 @@ from jaxtrain.config.checkpoint import fill_from_checkpoint
 from jaxtrain.config.presets import MODEL_PRESETS, PRESET_ALIASES
 from rollout_bridge import architectures
 from rollout_bridge.architectures import ArchitectureError, DecoderConfig, rope
+from rollout_bridge.errors import guess
 
 DECODER = frozenset(item.name for item in dataclasses.fields(DecoderConfig))
 
@@ -204,7 +205,8 @@ def _preset(name: Any) -> dict[str, Any]:
     name = PRESET_ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in MODEL_PRESETS:
         known = [*MODEL_PRESETS, *PRESET_ALIASES]
-        raise rejection("preset", f"{name!r} is not one of {', '.join(known)}")
+        near = guess(str(name), known)
+        raise rejection("preset", f"{name!r} is not one of {', '.join(known)}{near}")
     return MODEL_PRESETS[name]
 
 

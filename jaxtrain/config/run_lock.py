@@ -16,12 +16,12 @@ TRAINER, QUICKSTART = "trainer.lock", "quickstart.lock"
 _HOLDER = re.compile(r"process (\d+) on (.+)")
 
 
-def take(file: TextIO) -> bool:
+def take(file: TextIO, *, kind: int = fcntl.LOCK_EX) -> bool:
     """Locks an open file; False if another holds it. True too where the file system has no locks, with a
     warning.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -59,7 +59,7 @@ def held_by_another(run_dir: Path) -> str:
     """Who holds a lock of the run, "" if no process but this one does."""
     for path in (run_dir / TRAINER, run_dir / QUICKSTART):
         if path.is_file():
-            with path.open("a", encoding="utf-8") as file:  # closed at once, which ends a lock taken here
-                if not take(file) and holder(path) != this_process():
+            with path.open(encoding="utf-8") as file:  # closed at once, which ends a lock taken here
+                if not take(file, kind=fcntl.LOCK_SH) and holder(path) != this_process():
                     return holder(path)
     return ""

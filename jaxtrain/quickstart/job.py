@@ -13,6 +13,7 @@ from jaxtrain.config.resume import check_run, claim_run, unwritable
 from jaxtrain.config.schema import AsyncGrpoConfig
 from jaxtrain.quickstart.child import Child, ChildSpec
 from jaxtrain.quickstart.compose import compose
+from jaxtrain.quickstart.next_steps import ending
 from jaxtrain.quickstart.progress import ProgressReader
 from jaxtrain.quickstart.report import print_summary, write_report
 from jaxtrain.quickstart.summary import finished
@@ -53,6 +54,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose, replace: bool 
         if finished(config, store):
             console.print(f"Run {config.name!r} is finished. Another one: --name NAME")
             print_summary(write_report(config, store), run_dir, console)
+            print(ending(config))
             return 0
         if (state := read_state(store)) is not None and state.finished:
             store.put_json(state.key, state.to_json() | {"phase": "rl"})  # more steps: none may end
@@ -81,6 +83,7 @@ def run(config: AsyncGrpoConfig, *, processes: Compose = compose, replace: bool 
             )
             return 1
         print_summary(write_report(config, store), run_dir, console)
+        print(ending(config))
         return 0
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rollout_bridge.errors import guess
 from rollout_bridge.rollouts.environments.base import (
     Answer,
     EnvironmentConfigError,
@@ -226,7 +227,8 @@ def _create(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
 
     if name not in DATASETS:
         raise EnvironmentConfigError(
-            f"task: {name!r} is no dataset of reasoning-gym; known ones: {', '.join(sorted(DATASETS))}"
+            f"task: {name!r} is none of the {len(DATASETS)} datasets of reasoning-gym"
+            f"{guess(name, DATASETS) or '; its README lists them'}"
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import uuid
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from typer.testing import CliRunner
 
 from jaxtrain.cli import app
 from jaxtrain.commands.train import go_on_from
+from jaxtrain.config.load import load_config
+from jaxtrain.config.resume import claim_run
+from jaxtrain.quickstart.next_steps import ending
 from jaxtrain.training.steps import saved_steps
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +62,10 @@ def test_check_says_what_would_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("environment.task=spel_backward", "task: 'spel_backward' is no dataset of reasoning-gym; known"),
+        (
+            "environment.task=spel_backward",
+            "task: 'spel_backward' is none of the 106 datasets of reasoning-gym; did you mean 'spell_bac",
+        ),
         ("environment.name=gym", "name: environment 'gym' is unknown. Known: reasoning_gym"),
         ("environment.options.colour=red", "options: spell_backward refuses"),
         ("environment.options.length={a: 1}", "options: spell_backward refuses"),
@@ -67,13 +75,13 @@ def test_check_says_what_would_run(tmp_path: Path) -> None:
 def test_an_environment_that_does_not_exist_is_refused_by_check(override: str, problem: str) -> None:
     result = run("train", "--config", QUICKSTART, "--check", override)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"{QUICKSTART}: environment.{problem}")
+    assert result.stderr.startswith(f"command line: environment.{problem}")
 
 
 def test_evaluations_need_as_many_tasks_as_the_environment_holds_out() -> None:
     result = run("train", "--config", QUICKSTART, "--check", "evaluation.prompts=257")
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"{QUICKSTART}: evaluation.prompts: 257 is more than the 256 tasks that ")
+    assert result.stderr.startswith("command line: evaluation.prompts: 257 is more than the 256 tasks that ")
 
 
 def test_a_recipe_without_plans_has_none_to_discard(tmp_path: Path) -> None:
@@ -141,7 +149,7 @@ def test_a_source_of_ones_own_needs_no_environment(module: str, tmp_path: Path) 
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{config}: ok (sft,")
     result = run("train", "--config", str(config), "--check", "environment.name=gym")
-    assert (result.exit_code, result.stderr.startswith(f"{config}: environment.name: ")) == (2, True)
+    assert (result.exit_code, result.stderr.startswith("command line: environment.name: ")) == (2, True)
 
 
 def test_inspect_shows_values_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +240,96 @@ def test_inspect_prints_json() -> None:
     assert run("inspect", "--config", QUICKSTART, "--check").stdout.startswith(
         f"{QUICKSTART}: ok (async_grpo"
     )
+
+
+def test_the_version_is_the_installed_ones() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"jaxtrain {version('jaxtrain')}\n")
+
+
+def test_shells_can_complete() -> None:
+    assert "--install-completion" in run("--help").output
+
+
+def test_a_task_that_is_none_prints_no_catalogue() -> None:
+    result = run("train", "--config", QUICKSTART, "--check", "environment.task=nosuch")
+    assert result.exit_code == 2 and len(result.stderr) < 200
+    assert "'nosuch' is none of the" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "--config", QUICKSTART, "--check", "model.preset=nanno"], "'nano'"),
+        (["inspect", "model", "glm-4.5-aire"], "'glm-4.5-air'"),
+        (["train", "--config", QUICKSTART, "--check", "recipe=async_grop"], "'async_grpo'"),
+        (["train", "--config", QUICKSTART, "--check", "environment.name=reasoning_gim"], "'reasoning_gym'"),
+        (["report", "--config", QUICKSTART, "runs_dir=RUNS", "--name", "mime"], "'mine'"),
+        (["inspect", "RUNS/mime"], "'mine'"),
+    ],
+)
+def test_a_name_that_is_nearly_right_gets_a_suggestion(
+    arguments: list[str], meant: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    result = run(*(argument.replace("RUNS", str(tmp_path)) for argument in arguments))
+    assert result.exit_code in (1, 2)
+    assert f"did you mean {meant}?" in result.stderr
+
+
+def a_run(tmp_path: Path, *overrides: str) -> Path:
+    """A directory of a run that has taken 3 of 4 steps and saved after the second."""
+    given = [f"runs_dir={tmp_path}", "name=mine", "sft.steps=4", *overrides]
+    run_dir = claim_run(load_config(ROOT / "configs/sft.yaml", given))
+    (run_dir / "checkpoints/2").mkdir(parents=True)
+    rows = [{"phase": "sft", "step": step, "time": 100.0} for step in (1, 2, 3)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/trainer.log").write_text("INFO started\nMemoryError: 3 GiB\n")
+    return run_dir
+
+
+def test_a_runs_directory_says_what_it_is_and_how_far_it_has_come(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    result = run("inspect", str(run_dir), "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["problems"]) == (0, [])
+    assert found["is"] == f"{run_dir}: run 'mine' of recipe sft"
+    facts = found["facts"]
+    assert (facts["steps"], facts["checkpoints"]) == ("sft 3 of 4", "2")
+    assert facts["a start"] == "goes on after step 2" and facts["end of the log"] == "MemoryError: 3 GiB"
+    assert facts["runs"] == "no: no process holds its lock"
+    shown = run("inspect", str(run_dir)).stdout
+    assert "sft 3 of 4" in shown and "MemoryError" in shown
+    listed = run("inspect", str(tmp_path)).stdout
+    assert listed.startswith(f"{tmp_path}: a directory of runs: mine\n")
+
+
+def test_a_runs_directory_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    (run_dir / "checkpoints/2").rmdir()
+    result = run("inspect", str(run_dir))
+    assert result.exit_code == 1
+    assert "problem: steps were made and no checkpoint is there" in result.stdout
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("{broken\n{}\n")
+    assert "problem: " in run("inspect", str(run_dir)).stdout
+    (run_dir / "config.yaml").write_text("recipe: [")
+    result = run("inspect", str(run_dir))
+    assert (result.exit_code, "config.yaml: not YAML" in result.stdout) == (1, True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"{empty}: no run, model or store" in run("inspect", str(empty)).stdout
+
+
+@pytest.mark.parametrize("config", ["sft", "quickstart"])
+def test_a_run_ends_with_what_it_made_and_three_commands_that_exist(config: str, tmp_path: Path) -> None:
+    experiment = load_config(ROOT / f"configs/{config}.yaml", [f"runs_dir={tmp_path}", "name=mine"])
+    (tmp_path / "mine/checkpoints/20").mkdir(parents=True)
+    [made, *commands] = ending(experiment).splitlines()
+    assert f"Run 'mine' is in {tmp_path}/mine: checkpoints of steps 20." in made
+    assert len(commands) == 3
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "jaxtrain"
+        assert run(*arguments, "--help").exit_code == 0

@@ -96,7 +96,8 @@ def test_the_message_in_the_style_guide(rl_yaml: Path) -> None:
         (
             "model.preset=glm",
             "model.preset: 'glm' is not one of nano, glm4_5_355b, glm4_5_air, qwen3_30b_a3b, smollm2_135m, "
-            "tiny_qwen3_moe, tiny_qwen3, tiny_llama, glm-4.5, glm-4.5-air, qwen3-30b-a3b, smollm2-135m",
+            "tiny_qwen3_moe, tiny_qwen3, tiny_llama, glm-4.5, glm-4.5-air, qwen3-30b-a3b, smollm2-135m; "
+            "did you mean 'glm-4.5'?",
         ),
         (
             "model.architecture=gpt2",
