@@ -1,4 +1,4 @@
-"""Limits of a process before it runs code that a policy may control: memory, network, and files."""
+"""Limits of a process before it runs code that a policy may control: memory, network, files, signals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import sys
 
 # Numbers of linux/audit.h and of the system call tables.
 _ARCHITECTURES = {
-    "x86_64": {"audit": 0xC000003E, "seccomp": 317, "socket": 41},
-    "aarch64": {"audit": 0xC00000B7, "seccomp": 277, "socket": 198},
+    "x86_64": {"audit": 0xC000003E, "seccomp": 317, "socket": 41, "setpgid": 109, "setsid": 112},
+    "aarch64": {"audit": 0xC00000B7, "seccomp": 277, "socket": 198, "setpgid": 154, "setsid": 157},
 }
 _IO_URING_SETUP = 425  # makes sockets without the system call
 _OTHER_ABI = 0x40000000  # x32 calls of x86_64 are numbered from here
@@ -24,6 +24,7 @@ _RULESET, _ADD_RULE, _RESTRICT = 444, 445, 446
 _ASK_VERSION, _BENEATH = 1, 1
 _WRITE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGES = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}  # write, remove and make; move between directories; truncate
+_SCOPES_KNOWN, _SCOPE_SIGNAL = 6, 1 << 1
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 
 
@@ -44,21 +45,22 @@ def limit_memory(extra_bytes: int) -> None:
 def close_network() -> str:
     """Stops this process, all its threads and children from opening sockets. Returns the means, or "".
 
-    A seccomp filter rejects `socket` with EACCES, which needs no privilege. Without it the process moves to
-    an empty network namespace. Open sockets stay open.
+    A seccomp filter rejects `socket` with EACCES, which needs no privilege. It also rejects `setpgid`
+    and `setsid`, so that a kill of the process group ends every child. Without it the process moves to an
+    empty network namespace. Open sockets stay open.
     """
     if sys.platform != "linux":
         return ""
     libc = ctypes.CDLL(None, use_errno=True)
     known = _ARCHITECTURES.get(platform.machine())
     if known is not None and libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
+        calls = (known["socket"], known["setpgid"], known["setsid"], _IO_URING_SETUP)
         refuse = (
             (_LOAD, 0, 0, 4),  # the architecture of the call
-            (_EQUAL, 0, 5, known["audit"]),
+            (_EQUAL, 0, len(calls) + 3, known["audit"]),
             (_LOAD, 0, 0, 0),  # its number
-            (_AT_LEAST, 3, 0, _OTHER_ABI),
-            (_EQUAL, 2, 0, known["socket"]),
-            (_EQUAL, 1, 0, _IO_URING_SETUP),
+            (_AT_LEAST, len(calls) + 1, 0, _OTHER_ABI),
+            *((_EQUAL, left, 0, call) for left, call in zip(range(len(calls), 0, -1), calls, strict=True)),
             (_RETURN, 0, 0, _ALLOW),
             (_RETURN, 0, 0, _ERRNO | _EACCES),
         )
@@ -101,5 +103,29 @@ def close_files(directory: str) -> str:
             finally:
                 os.close(opened)
         return "landlock" if libc.syscall(_RESTRICT, ruleset, 0) == 0 else ""
+    finally:
+        os.close(ruleset)
+
+
+def close_signals() -> str:
+    """Lets this thread, and those it starts, send signals only to themselves and to processes they start.
+
+    Returns the means, or "" where the kernel has none (before Linux 6.12).
+    """
+    if sys.platform != "linux":
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    if libc.syscall(_RULESET, None, 0, _ASK_VERSION) < _SCOPES_KNOWN:
+        return ""
+    handled = struct.pack("=QQQ", 0, 0, _SCOPE_SIGNAL)
+    ruleset = libc.syscall(_RULESET, handled, len(handled), 0)
+    if ruleset < 0:
+        return ""
+    try:
+        closed = (
+            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT, ruleset, 0) == 0
+        )
+        return "landlock" if closed else ""
     finally:
         os.close(ruleset)

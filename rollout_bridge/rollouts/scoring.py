@@ -3,8 +3,8 @@
 A process runs one call at a time. If it takes too long, ends or gives an invalid answer, only that call
 fails: the process and its process group are killed, and another is started. Processes are started anew, never
 forked from this one. They have a bounded amount of memory and no secrets of the environment, and end with
-this process. Where the kernel allows it, they have no network, and change no file outside a temporary
-directory of their own.
+this process. Where the kernel allows it, they have no network, change no file outside a temporary directory
+of their own, and signal no process but their own and those they start.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0  # of a process: imports of a verifier on a busy machine
 STARTS = 3  # of a process that may fail one after another
+# What a process that reports no means against it can do.
+ABILITIES = {"network": "reach the network", "files": "change files", "signals": "signal other processes"}
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)  # in names of variables
 # Threads of numerical libraries: each reserves memory, and processes compute side by side already.
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -140,7 +142,7 @@ class ScoringPool:
                     pickle.dumps((self._spec, self._memory_bytes)), timeout=START_SECONDS
                 )
                 if "error" not in reply:
-                    for kind, able in (("network", "reach the network"), ("files", "change files")):
+                    for kind, able in ABILITIES.items():
                         if not reply.get(kind):
                             logger.warning("%s: scoring processes can %s", self._spec.name, able)
                     return process

@@ -30,9 +30,9 @@ def main(descriptor: int, parent: int) -> None:
     """Answers calls on the socket `descriptor` until it is closed.
 
     The first frames are the module path as JSON, then (environment spec, bytes of memory for calls) pickled.
-    The first answer is {"network": what closes it, "files": the same}, or {"error": why there is no
-    environment}. The others are {"value": the result} or {"error": what was raised, "last": whether the
-    process must be replaced}.
+    The first answer is {"network": what closes it, "files": the same, "signals": the same}, or {"error": why
+    there is no environment}. The others are {"value": the result} or {"error": what was raised, "last":
+    whether the process must be replaced}.
     """
     end_with_parent(parent, by=signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output that a verifier prints is dropped
@@ -45,12 +45,13 @@ def main(descriptor: int, parent: int) -> None:
         spec, memory_bytes = pickle.loads(setup)
         environment = spec.create()
         network, files = sandbox.close_network(), sandbox.close_files(tempfile.gettempdir())
+        signals = sandbox.close_signals()
         sandbox.limit_memory(memory_bytes)
     except Exception as error:
         shown = str(error) if isinstance(error, EnvironmentConfigError) else repr(error)
         send(channel, json.dumps({"error": shown}).encode())
         return
-    send(channel, json.dumps({"network": network, "files": files}).encode())
+    send(channel, json.dumps({"network": network, "files": files, "signals": signals}).encode())
     while (frame := receive(channel)) is not None:
         try:
             answer = json.dumps({"value": _plain(_call(environment, frame))}).encode()

@@ -98,6 +98,41 @@ def test_code_in_an_answer_changes_no_file(kind, tmp_path) -> None:
         assert score.status is Status.ENVIRONMENT_FAILURE and "PermissionError" in score.detail
 
 
+def test_code_in_an_answer_signals_no_process_but_its_own() -> None:
+    """Signal 0 asks for the permission and sends nothing: a process of the same user has it by default."""
+    codes = (
+        f"__import__('os').kill({os.getpid()}, 0) or 1",
+        "__import__('os').kill(__import__('os').getpid(), 0) or 1",
+        "(child := __import__('subprocess').Popen(['sleep', '60'])).kill() or -child.wait()",
+    )
+
+    async def scores(scoring):
+        tasks = [replace(TASK, data={"text": "t3", "code": code}) for code in codes]
+        return [await scoring.score(task, answer("run code")) for task in tasks]
+
+    worker, itself, child = run(scores)
+    assert worker.status is Status.ENVIRONMENT_FAILURE and "PermissionError" in worker.detail
+    assert (itself.total, child.total) == (1.0, 9.0)  # 9: SIGKILL
+
+
+@pytest.mark.parametrize("leaving", ["start_new_session=True", "process_group=0"])
+def test_what_an_answer_starts_ends_with_its_process(leaving) -> None:
+    """A process outside the group of the scoring process would outlive the kill of that group."""
+    started = "__import__('subprocess').Popen(['sleep', '60'], {}).pid"
+
+    async def scores(scoring):
+        codes = [started.format(options) for options in ("cwd=None", leaving)]
+        tasks = [replace(TASK, data={"text": "t3", "code": code}) for code in codes]
+        return [await scoring.score(task, answer("run code")) for task in tasks]
+
+    inside, outside = run(scores)
+    assert outside.status is Status.ENVIRONMENT_FAILURE and "PermissionError" in outside.detail
+    deadline = time.monotonic() + PATIENCE
+    while runs(int(inside.total)):
+        assert time.monotonic() < deadline, "it outlived its scoring process"
+        time.sleep(0.01)
+
+
 def test_a_verifier_may_keep_temporary_files_and_sees_no_secrets(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
