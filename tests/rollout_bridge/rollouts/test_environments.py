@@ -133,7 +133,7 @@ def test_any_dataset_by_name(dataset) -> None:
     ("options", "message"),
     [
         ({"name": "nothing"}, "environment.name: environment 'nothing' is unknown. Known: reasoning_gym"),
-        ({"task": "spell_bakward"}, "environment.task: .spell_bakward. is no dataset .*spell_backward"),
+        ({"task": "spell_bakward"}, "environment.task: 'spell_bakward' is none of the .*spell_backward"),
         ({"colour": 1}, "environment.colour: unknown key; allowed here: task"),
         ({"options": {"colour": 1}}, "environment.options: spell_backward refuses .*colour"),
         (
