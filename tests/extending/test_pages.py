@@ -56,7 +56,7 @@ def test_wrong_options_are_refused_before_jax_starts():
         "trajectories.filters=[{name: too_easy:TooEasy}]",
     ]
     output = jaxtrain("quickstart", "--config", source, *wrong, here=ROOT, platform="none", status=2)
-    problems = [line.removeprefix(f"{source}: ") for line in output.splitlines()]
+    problems = [line.removeprefix("command line: ") for line in output.splitlines()]
     assert problems == [
         "rl.loss.eps_low: -1.0 is not in (0, 1]",
         "rl.advantage.per_token: 1.5 is not in (0, 1]",
@@ -71,7 +71,7 @@ def test_a_wrong_source_of_a_recipe_is_refused_before_jax_starts():
     wrong = "plenty.source.path=missing.txt"
     output = jaxtrain("train", "--config", source, wrong, here=ROOT, platform="none", status=2)
     problem = "plenty.source.path: missing.txt is no file; name one, from the directory of the command"
-    assert output == f"{source}: {problem}\n"
+    assert output == f"command line: {problem}\n"
     said("recipe", problem)
     with pytest.raises(ConfigError) as error:
         load_config(source, ["bettr.steps=9"])
